@@ -1,0 +1,10 @@
+# fp4bf16/_version.py is the one place that holds the version.
+function(fp4bf16_read_version OUT)
+  set(FILE "${CMAKE_CURRENT_SOURCE_DIR}/fp4bf16/_version.py")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${FILE}")
+  file(STRINGS "${FILE}" LINE REGEX "^__version__ = ")
+  if(NOT LINE MATCHES "\"([0-9]+\\.[0-9]+\\.[0-9]+)[^\"]*\"")
+    message(FATAL_ERROR "fp4bf16: ${FILE} has no line like __version__ = \"1.2.3\", but: ${LINE}")
+  endif()
+  set(${OUT} "${CMAKE_MATCH_1}" PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,187 @@
+"""Arrays of any supported framework in, arrays of the same framework out, without a copy.
+
+An operand is wrapped at the door (`wrap`), stays a NumPy view inside the CPU backend, and its result is unwrapped
+on the way out (`unwrap`). Frameworks are recognised by the arrays themselves: nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .errors import DTypeError, ShapeError
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+#: dtypes that the primitives compute with, by name.
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+_NAMES = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "single": "float32", "fp64": "float64", "double": "float64",
+}  # fmt: skip
+_HOW = {
+    "cupy": "cupy.asnumpy(x)",
+    "jax": "numpy.asarray(x)",
+    "jaxlib": "numpy.asarray(x)",
+    "numba": "x.copy_to_host()",
+    "tensorflow": "x.numpy()",
+    "pandas": "x.to_numpy()",
+    "mlx": "numpy.array(x)",
+}
+
+
+def np_dtype(dtype: Any, where: str = "dtype") -> np.dtype:
+    """NumPy dtype of a name, a NumPy, ml_dtypes or PyTorch dtype; bfloat16 is ml_dtypes'.
+
+    >>> np_dtype("bfloat16").itemsize
+    2
+    """
+    name = _NAMES.get(str(dtype), str(dtype).removeprefix("torch."))
+    if name == "bfloat16":
+        return BFLOAT16
+    try:
+        return np.dtype(name if isinstance(dtype, str) or str(dtype).startswith("torch.") else dtype)
+    except TypeError:
+        raise DTypeError(f"{where}: {dtype!r} is not a dtype; known: {', '.join(FLOATS)}") from None
+
+
+@dataclass(slots=True)
+class Operand:
+    """One argument, seen as a NumPy array that shares the caller's memory.
+
+    Attributes:
+        array: NumPy view; bfloat16 as ml_dtypes.bfloat16. name: what the argument is called in messages.
+        framework: "numpy" or "torch".
+    """
+
+    array: np.ndarray
+    name: str
+    framework: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> str:
+        return str(self.array.dtype)
+
+
+@cache
+def _framework(kind: type) -> str:
+    if issubclass(kind, np.ndarray | np.generic):
+        return "numpy"
+    return "torch" if (kind.__module__ or "").split(".")[0] in ("torch", "torch_xla") else "other"
+
+
+def _is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _from_torch(x: Any, name: str) -> np.ndarray:
+    torch = sys.modules["torch"]
+    if x.device.type != "cpu":
+        raise TypeError(
+            f"{name}: is a PyTorch tensor on {x.device}, but this version computes on the CPU alone; "
+            f"pass {name}.cpu() (device arrays come with the GPU kernels)"
+        )
+    if x.requires_grad:
+        x = x.detach()
+    if x.layout != torch.strided or x.is_conj() or x.is_neg():
+        raise TypeError(f"{name}: is a PyTorch tensor with layout {x.layout}, but dense strided data is needed; "
+                        f"pass {name}.to_dense() or {name}.resolve_conj()")  # fmt: skip
+    if x.dtype == torch.bfloat16:  # NumPy has no bfloat16: the same bits travel as int16
+        return x.view(torch.int16).numpy().view(BFLOAT16)
+    if x.dtype in (getattr(torch, n, None) for n in ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2")):
+        return x.view(torch.uint8).numpy()
+    return x.numpy()
+
+
+def wrap(x: Any, name: str) -> Operand:
+    """View `x` as an `Operand` called `name`; raises `TypeError` with the conversion for kinds not taken."""
+    if isinstance(x, np.ndarray):
+        return Operand(x, name, "numpy")
+    if _is_torch(x):
+        return Operand(_from_torch(x, name), name, "torch")
+    if isinstance(x, np.generic | int | float | list | tuple):
+        return Operand(np.asarray(x), name, "numpy")
+    package = type(x).__module__.split(".")[0]
+    how = _HOW.get(package, "numpy.asarray(x)")
+    raise TypeError(
+        f"{name}: is a {type(x).__module__}.{type(x).__qualname__}, but NumPy arrays and PyTorch CPU tensors are "
+        f"what is taken here; convert it with {how}"
+    )
+
+
+def float_operand(x: Any, name: str) -> Operand:
+    """`wrap`, then check that it holds floating-point numbers that the primitives compute with."""
+    operand = wrap(x, name)
+    if operand.dtype not in FLOATS:
+        raise DTypeError(
+            f"{name}: has dtype {operand.dtype}, but one of {', '.join(FLOATS)} is needed; "
+            f"convert it with {name}.astype('float32')"
+        )
+    return operand
+
+
+def unwrap(array: np.ndarray, framework: str) -> Any:
+    """`array` as the framework's own kind, sharing memory."""
+    if framework == "numpy":
+        return array
+    import torch
+
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def common_framework(op: str, *operands: Operand) -> str:
+    """The framework that all operands share; `TypeError` naming two that differ."""
+    first = operands[0]
+    for other in operands[1:]:
+        if other.framework != first.framework:
+            raise TypeError(
+                f"{op}: {first.name} is a {first.framework} array but {other.name} is a {other.framework} array; "
+                f"convert one of them so that all operands come from one framework"
+            )
+    return first.framework
+
+
+def common_dtype(*operands: Operand) -> np.dtype:
+    """dtype of a result: float64 > float32 > (bfloat16 with float16 -> float32) > the one that all share."""
+    names = {o.dtype for o in operands}
+    if len(names) == 1:
+        return operands[0].array.dtype
+    return np.dtype("float64" if "float64" in names else "float32")
+
+
+def output(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, framework: str, inputs: tuple = ()):
+    """The array that a result is written to: ``(ndarray, object to return)``.
+
+    `out` is checked: framework, shape, dtype, writeable, and no memory shared with an input (np.ndarray `inputs`).
+    """
+    if out is None:
+        array = np.empty(shape, dtype)
+        return array, unwrap(array, framework)
+    target = wrap(out, "out")
+    if target.framework != framework:
+        raise TypeError(f"{op}: out is a {target.framework} array but the operands are {framework} arrays; "
+                        f"pass an out of the same framework")  # fmt: skip
+    if target.shape != tuple(shape):
+        raise ShapeError(f"{op}: out has shape {target.shape} but the result has shape {tuple(shape)}; "
+                         f"allocate out with the result's shape")  # fmt: skip
+    if target.array.dtype != dtype:
+        raise DTypeError(f"{op}: out has dtype {target.dtype} but the result has dtype {dtype}; "
+                         f"allocate out with that dtype or pass dtype={target.dtype!r}")  # fmt: skip
+    if not target.array.flags.writeable:
+        raise ValueError(f"{op}: out is read-only; pass a writeable array, for example out.copy()")
+    for x in inputs:
+        if x is not None and np.may_share_memory(target.array, x) and np.shares_memory(target.array, x):
+            raise ValueError(f"{op}: out overlaps an input in memory; pass an out that shares nothing with the operands")
+    return target.array, out
