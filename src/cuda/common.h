@@ -1,0 +1,40 @@
+// What every .cu shares: the thread's last error, argument checks, the launch check.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "fp4bf16.h"
+
+namespace fp4bf16 {
+
+// Keeps one sentence for fp4bf16_last_error() and returns `status`.
+[[gnu::format(printf, 2, 3)]] fp4bf16_status fail(fp4bf16_status status, const char* format, ...);
+
+// Turns a CUDA error into a status and a sentence, and clears it, so that the next call starts clean.
+fp4bf16_status cuda_result(cudaError_t error, const char* where);
+
+// A matrix argument: shape and row stride in elements, pointer alignment in bytes.
+fp4bf16_status check_matrix(const char* function, const char* name, const void* pointer, int64_t rows, int64_t k,
+                            int64_t stride, int64_t alignment);
+fp4bf16_status check_pointer(const char* function, const char* name, const void* pointer, int64_t alignment);
+fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype);
+fp4bf16_status check_group(const char* function, const char* name, int64_t rows_per_group);
+
+inline int64_t size_of(fp4bf16_dtype dtype) { return dtype == FP4BF16_FLOAT32 ? 4 : 2; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Every check returns its failure at once.
+#define FP4BF16_TRY(expression)                                   \
+    do {                                                          \
+        const fp4bf16_status status_ = (expression);              \
+        if (status_ != FP4BF16_OK) return status_;                \
+    } while (0)
+
+// Launches are grid-strided: any number of elements with a grid that every device takes.
+constexpr int kThreads = 256;
+inline unsigned grid_for(int64_t work) {
+    const int64_t blocks = ceil_div(work, kThreads);
+    return static_cast<unsigned>(blocks < 65535 ? blocks : 65535);
+}
+
+}  // namespace fp4bf16
