@@ -1,9 +1,9 @@
 """Random numbers drawn per (seed, step): one seed, one picture, in any batch, on any number of threads.
 
-Every function is a pure function of its arguments; there is no generator whose state must be saved. Two draws
-are independent when seed, step or stream differ. Numbers come from Philox4x32-10 with key = seed and counter =
-(element // 4, stream, step); `fp4bf16.python_ref.random` holds the formulas, and the bits are the same on
-every backend.
+Every function is a pure function of its arguments; there is no generator whose state must be saved. Two
+draws are independent when seed, step or stream differ. Numbers come from Philox4x32-10 with key = seed and
+counter = (element // 4, stream, step); `fp4bf16.python_ref.random` holds the formulas, and the bits are the
+same on every backend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _seeds(seed, name: str) -> tuple[np.ndarray, bool]:
     """uint64 (n,) and whether `seed` was a single number."""
     array = np.asarray(seed)
     if array.ndim > 1:
-        raise ValueError(f"{name}: seed has shape {array.shape}; pass one whole number or a 1-D array of them")
+        raise ValueError(f"{name}: seed has shape {array.shape}; pass one whole number or a 1-D array")
     if array.dtype.kind not in "iuO" and array.size:
         raise DTypeError(f"{name}: seed is {array.dtype}; pass whole numbers in [0, 2^64)")
     values = [array.item()] if array.ndim == 0 else array.tolist()
@@ -37,7 +37,7 @@ def _seeds(seed, name: str) -> tuple[np.ndarray, bool]:
 
 
 def _draw(name: str, seed, step: int, shape: Shape, stream: int, per_element: int = 1):
-    """Checked (seeds, step, shape of the result, elements a seed)."""
+    """Checked: seeds, shape of the result, words a seed."""
     seeds, single = _seeds(seed, name)
     for what, value in (("step", step), ("stream", stream)):
         if not (isinstance(value, int | np.integer) and 0 <= value < 2**32):
