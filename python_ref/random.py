@@ -2,12 +2,12 @@
 
 Philox4x32-10 is the generator of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3"
 (SC 2011). Element i of a draw is word i % 4 of the block with key = the 64-bit seed and counter = (i // 4 as
-two words, low first, stream, call), so it depends on nothing but (seed, stream, call, i): not on the batch, the
-order or the number of threads.
+two words, low first, stream, call), so it depends on nothing but (seed, stream, call, i): not on the batch,
+the order or the number of threads.
 
 Normals are Box-Muller pairs in float64. Logarithm and sine are polynomials of our own, made of + - * / and
-sqrt, which IEEE 754 rounds in one way only; a backend that keeps the order of operations and contracts none of
-them gets the same bits.
+sqrt, which IEEE 754 rounds in one way only; a backend that keeps the order of operations and contracts none
+of them gets the same bits.
 """
 
 from __future__ import annotations
