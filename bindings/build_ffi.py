@@ -1,5 +1,5 @@
-"""src/cuda/fp4bf16.h -> the cffi out-of-line ABI module fp4bf16/_ffi.py, and the header that tells the library what
-it was built from. Run by CMake; needs cffi and no compiler.
+"""src/cuda/fp4bf16.h -> the cffi out-of-line ABI module fp4bf16/_ffi.py, and the header that tells the
+library what it was built from. Run by CMake; needs cffi and no compiler.
 
     python bindings/build_ffi.py --version 0.1.0 --module _ffi.py --build-info fp4bf16_build_info.h
 """
@@ -25,7 +25,7 @@ def declarations(header: str) -> str:
 
 
 def source_digest(folder: Path = SOURCES) -> str:
-    """Twelve hexadecimal digits over the names and bytes of the CUDA sources (fp4bf16/backends/cuda.py: the same)."""
+    """Twelve hexadecimal digits over the CUDA sources; fp4bf16/backends/cuda.py does the same."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".h", ".cuh", ".cu")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n") + b"\0")

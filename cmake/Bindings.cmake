@@ -1,5 +1,5 @@
-# fp4bf16/_ffi.py: the cffi out-of-line ABI module, from the same header that nvcc compiles. Pure Python, so it is
-# made with or without a CUDA compiler.
+# fp4bf16/_ffi.py: the cffi out-of-line ABI module, from the same header that nvcc compiles. Pure Python, so
+# it is made with or without a CUDA compiler.
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 
 file(GLOB FP4BF16_CUDA_SOURCES CONFIGURE_DEPENDS

@@ -1,5 +1,5 @@
-# fp4bf16_find_nvcc(<path> <problem>): an nvcc that can build and link a shared library for the architectures asked
-# for, or why there is none. An nvcc whose host compiler is missing counts as none.
+# fp4bf16_find_nvcc(<path> <problem>): an nvcc that can build and link a shared library for the architectures
+# asked for, or why there is none. An nvcc whose host compiler is missing counts as none.
 function(fp4bf16_find_nvcc OUT PROBLEM)
   set(${OUT} "" PARENT_SCOPE)
   if(CMAKE_CUDA_COMPILER)
@@ -18,7 +18,10 @@ function(fp4bf16_find_nvcc OUT PROBLEM)
   endif()
 
   set(PROBE "${CMAKE_BINARY_DIR}/nvcc_probe")
-  file(WRITE "${PROBE}/probe.cu" "__global__ void k(int* p) { *p = 1; }\nextern \"C\" int f(int* p) { k<<<1, 1>>>(p); return 0; }\n")
+  file(WRITE "${PROBE}/probe.cu" "
+__global__ void k(int* p) { *p = 1; }
+extern \"C\" int f(int* p) { k<<<1, 1>>>(p); return 0; }
+")
   list(GET FP4BF16_CUDA_ARCHS 0 ARCH)
   string(REGEX REPLACE "-.*" "" ARCH "${ARCH}")
   set(HOST "")

@@ -1,4 +1,4 @@
-"""The compiled library: loads without a driver, says what is wrong in a sentence; on a GPU, bit-equal to python_ref."""
+"""The compiled library: loads without a driver, says what is wrong; on a GPU, bit-equal to python_ref."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Memory:
             self.rt.cudaFree(address)
 
 
-# ---- without a GPU -----------------------------------------------------------------------------------------------
+# ---- without a GPU
 def test_header_and_loader_agree_on_the_abi():
     declared = re.search(r"FP4BF16_ABI_VERSION = (\d+)", HEADER.read_text())
     assert int(declared.group(1)) == cuda.ABI_VERSION
@@ -92,7 +92,8 @@ def test_header_and_loader_agree_on_the_abi():
 def test_bindings_come_from_the_header(tmp_path):
     """Every function of the header is in the generated module, which needs no compiler."""
     module = tmp_path / "_ffi.py"
-    command = [sys.executable, str(ROOT / "bindings" / "build_ffi.py"), "--version", __version__, "--module", module]
+    script = str(ROOT / "bindings" / "build_ffi.py")
+    command = [sys.executable, script, "--version", __version__, "--module", module]
     subprocess.run(command, check=True, capture_output=True)
     namespace: dict = {}
     exec(compile(module.read_text(), module, "exec"), namespace)  # noqa: S102 (our own generated file)
@@ -117,8 +118,8 @@ def test_only_our_functions_are_exported(library):
     assert data[:4] == b"\x7fELF"
     exported = _dynamic_symbols(library.path)
     assert exported == {"fp4bf16_" + name for name in (
-        "abi_version", "version", "source_digest", "last_error", "cuda_versions", "device_count", "device_query",
-        "pack", "unpack", "amax", "quantize", "dequantize",
+        "abi_version", "version", "source_digest", "last_error", "cuda_versions", "device_count",
+        "device_query", "pack", "unpack", "amax", "quantize", "dequantize",
     )}  # fmt: skip
     assert b"libcuda.so.1" not in _needed(library.path), "the library must load without a driver"
 
@@ -159,7 +160,8 @@ def test_bad_arguments_are_refused_before_any_launch(library, name, arguments, s
 
 def _elf_strings(path: Path, section: str) -> list[list[str]]:
     tool = ["readelf", "--wide", section, str(path)]
-    return [line.split() for line in subprocess.run(tool, check=True, capture_output=True, text=True).stdout.splitlines()]
+    text = subprocess.run(tool, check=True, capture_output=True, text=True).stdout
+    return [line.split() for line in text.splitlines()]
 
 
 def _dynamic_symbols(path: Path) -> set[str]:
@@ -172,7 +174,7 @@ def _needed(path: Path) -> bytes:
     return " ".join(" ".join(r) for r in _elf_strings(path, "--dynamic")).encode()
 
 
-# ---- on a GPU ----------------------------------------------------------------------------------------------------
+# ---- on a GPU
 SHAPES = [(1, 1), (1, 16), (3, 15), (5, 17), (7, 333), (64, 256), (129, 1152), (4, 4097)]
 
 
@@ -224,7 +226,8 @@ def test_quantize(library, gpu, rng, name, fmt, search, outer):
         want = quantize(x[:, :k].astype(np.float32), fmt, outer=outer, search=search)
         group, groups = (1, rows) if outer == "row" else (rows, 1)
         source, amax = gpu.put(x), gpu.empty(4 * groups)
-        packed, scale, outer_scale = (gpu.empty(n) for n in (want.packed.size, want.block_scale.size, 4 * groups))
+        sizes = want.packed.size, want.block_scale.size, 4 * groups
+        packed, scale, outer_scale = map(gpu.empty, sizes)
         library.call("amax", source, code, rows, k, stride, group, amax, 0)
         library.call("quantize", source, code, rows, k, stride, FORMATS[fmt], SEARCHES[search], amax, group,
                      packed, scale, outer_scale, 0)  # fmt: skip

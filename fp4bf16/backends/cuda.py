@@ -1,7 +1,7 @@
-"""The compiled library: where it is, whether it fits this package, and its functions behind Python exceptions.
+"""The compiled library: where it is, whether it fits this package, its functions behind Python exceptions.
 
-Nothing here runs at ``import fp4bf16``. The library needs no driver to load, so a machine without a GPU can say what
-it holds; its functions then answer with one sentence.
+Nothing here runs at ``import fp4bf16``. The library needs no driver to load, so a machine without a GPU
+can say what it holds; its functions then answer with one sentence.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _installed_folder() -> Path | None:
 
 
 def find_library() -> Path | None:
-    """Path of the library: ``FP4BF16_LIBRARY``, beside the package, in the installed distribution, or None."""
+    """Path of the library: ``FP4BF16_LIBRARY``, beside the package, in the installed one, or None."""
     named = os.environ.get("FP4BF16_LIBRARY")
     if named:
         path = Path(named)
@@ -72,7 +72,7 @@ def find_library() -> Path | None:
 
 
 def source_digest() -> str | None:
-    """Digest of this checkout's CUDA sources, as bindings/build_ffi.py makes it; None where there is no checkout."""
+    """Digest of this checkout's CUDA sources, as bindings/build_ffi.py makes it; None outside a checkout."""
     folder = PACKAGE.parent / "src" / "cuda"
     if not (folder / "fp4bf16.h").is_file():
         return None
@@ -114,14 +114,14 @@ class Library:
     def _check(self) -> None:
         if (self.abi_version, self.version) != (ABI_VERSION, __version__):
             raise LibraryError(
-                f"{self.path} was built for fp4bf16 {self.version} with ABI {self.abi_version}, but this package "
-                f"({PACKAGE}) is {__version__} with ABI {ABI_VERSION}; {_reinstall()}"
+                f"{self.path} was built for fp4bf16 {self.version} with ABI {self.abi_version}, but this "
+                f"package ({PACKAGE}) is {__version__} with ABI {ABI_VERSION}; {_reinstall()}"
             )
         here = source_digest()
         if here is not None and here != self.source_digest:
             raise LibraryError(
-                f"{self.path} was built from CUDA sources {self.source_digest}, but those of {PACKAGE.parent} are "
-                f"{here}; {_reinstall()}"
+                f"{self.path} was built from CUDA sources {self.source_digest}, but those of "
+                f"{PACKAGE.parent} are {here}; {_reinstall()}"
             )
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -169,7 +169,7 @@ def load() -> Library:
     path = find_library()
     if path is None:
         raise LibraryError(
-            f"no {NAME} beside {PACKAGE} or in an installed fp4bf16: the package was installed without the CUDA "
+            f"no {NAME} beside {PACKAGE} or in an installed fp4bf16: it was installed without the CUDA "
             f"toolkit; install nvcc (CUDA 12.8 or later) and a host compiler, then {_reinstall()}"
         )
     return Library(path)

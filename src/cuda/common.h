@@ -14,8 +14,8 @@ namespace fp4bf16 {
 fp4bf16_status cuda_result(cudaError_t error, const char* where);
 
 // A matrix argument: shape and row stride in elements, pointer alignment in bytes.
-fp4bf16_status check_matrix(const char* function, const char* name, const void* pointer, int64_t rows, int64_t k,
-                            int64_t stride, int64_t alignment);
+fp4bf16_status check_matrix(const char* function, const char* name, const void* pointer, int64_t rows,
+                            int64_t k, int64_t stride, int64_t alignment);
 fp4bf16_status check_pointer(const char* function, const char* name, const void* pointer, int64_t alignment);
 fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype);
 fp4bf16_status check_group(const char* function, const char* name, int64_t rows_per_group);
@@ -24,10 +24,10 @@ inline int64_t size_of(fp4bf16_dtype dtype) { return dtype == FP4BF16_FLOAT32 ? 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Every check returns its failure at once.
-#define FP4BF16_TRY(expression)                                   \
-    do {                                                          \
-        const fp4bf16_status status_ = (expression);              \
-        if (status_ != FP4BF16_OK) return status_;                \
+#define FP4BF16_TRY(expression)                      \
+    do {                                             \
+        const fp4bf16_status status_ = (expression); \
+        if (status_ != FP4BF16_OK) return status_;   \
     } while (0)
 
 // Launches are grid-strided: any number of elements with a grid that every device takes.

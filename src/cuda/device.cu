@@ -26,21 +26,24 @@ fp4bf16_status cuda_result(cudaError_t error, const char* where) {
         case cudaErrorNoKernelImageForDevice:
         case cudaErrorInvalidDeviceFunction:
         case cudaErrorUnsupportedPtxVersion:
-            return fail(FP4BF16_UNSUPPORTED_ARCH, "%s: this library holds no code for this GPU (%s); build it with "
-                        "-C cmake.define.FP4BF16_CUDA_NEUTRAL_ARCHS=<its architecture>", where,
-                        cudaGetErrorString(error));
+            return fail(FP4BF16_UNSUPPORTED_ARCH,
+                        "%s: this library holds no code for this GPU (%s); build it with "
+                        "-C cmake.define.FP4BF16_CUDA_NEUTRAL_ARCHS=<its architecture>",
+                        where, cudaGetErrorString(error));
         case cudaErrorInsufficientDriver: {
             int driver = 0;
             if (cudaDriverGetVersion(&driver) != cudaSuccess) cudaGetLastError();
-            if (driver == 0) return fail(FP4BF16_NO_DEVICE, "%s: no NVIDIA driver is installed on this machine", where);
-            return fail(FP4BF16_NO_DEVICE, "%s: the NVIDIA driver supports CUDA %d.%d, but %d.%d is needed; update it",
-                        where, driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+            if (driver == 0)
+                return fail(FP4BF16_NO_DEVICE, "%s: no NVIDIA driver is installed on this machine", where);
+            return fail(FP4BF16_NO_DEVICE,
+                        "%s: the NVIDIA driver supports CUDA %d.%d, but %d.%d is needed; update it", where,
+                        driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
         }
         case cudaErrorNoDevice:
         case cudaErrorInvalidDevice:
         case cudaErrorStubLibrary:
-            return fail(FP4BF16_NO_DEVICE, "%s: no usable GPU: %s (CUDA error %d)", where, cudaGetErrorString(error),
-                        static_cast<int>(error));
+            return fail(FP4BF16_NO_DEVICE, "%s: no usable GPU: %s (CUDA error %d)", where,
+                        cudaGetErrorString(error), static_cast<int>(error));
         default:
             return fail(FP4BF16_CUDA_ERROR, "%s: %s (CUDA error %d, %s)", where, cudaGetErrorString(error),
                         static_cast<int>(error), cudaGetErrorName(error));
@@ -51,27 +54,32 @@ fp4bf16_status check_pointer(const char* function, const char* name, const void*
     if (pointer == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is NULL", function, name);
     const auto offset = reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(alignment);
     if (offset != 0)
-        return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %d bytes past a multiple of %d, but must be aligned to it",
-                    function, name, static_cast<int>(offset), static_cast<int>(alignment));
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "%s: %s is %d bytes past a multiple of %d, but must be aligned to it", function, name,
+                    static_cast<int>(offset), static_cast<int>(alignment));
     return FP4BF16_OK;
 }
 
-fp4bf16_status check_matrix(const char* function, const char* name, const void* pointer, int64_t rows, int64_t k,
-                            int64_t stride, int64_t alignment) {
+fp4bf16_status check_matrix(const char* function, const char* name, const void* pointer, int64_t rows,
+                            int64_t k, int64_t stride, int64_t alignment) {
     constexpr int64_t kLimit = int64_t{1} << 40;  // far beyond any memory, and rows * k stays an int64
     if (rows < 0 || k < 0 || rows > kLimit || k > kLimit || (k > 0 && rows > (int64_t{1} << 62) / k))
-        return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is (%lld, %lld), but both must be 0 to 2^40 and the product "
-                    "under 2^62", function, name, static_cast<long long>(rows), static_cast<long long>(k));
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "%s: %s is (%lld, %lld), but both must be 0 to 2^40 and the product "
+                    "under 2^62",
+                    function, name, static_cast<long long>(rows), static_cast<long long>(k));
     if (rows > 1 && stride < k)
-        return fail(FP4BF16_INVALID_ARGUMENT, "%s: the row stride of %s is %lld elements, less than its %lld columns",
-                    function, name, static_cast<long long>(stride), static_cast<long long>(k));
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "%s: the row stride of %s is %lld elements, less than its %lld columns", function, name,
+                    static_cast<long long>(stride), static_cast<long long>(k));
     return rows == 0 || k == 0 ? FP4BF16_OK : check_pointer(function, name, pointer, alignment);
 }
 
 fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype) {
     if (dtype == FP4BF16_FLOAT32 || dtype == FP4BF16_BFLOAT16) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT, "%s: dtype is %d, but FP4BF16_FLOAT32 (0) or FP4BF16_BFLOAT16 (1) is needed",
-                function, static_cast<int>(dtype));
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "%s: dtype is %d, but FP4BF16_FLOAT32 (0) or FP4BF16_BFLOAT16 (1) is needed", function,
+                static_cast<int>(dtype));
 }
 
 fp4bf16_status check_group(const char* function, const char* name, int64_t rows_per_group) {
@@ -114,7 +122,8 @@ fp4bf16_status fp4bf16_device_query(int32_t device, fp4bf16_device* info) {
     int32_t count = 0;
     FP4BF16_TRY(fp4bf16_device_count(&count));
     if (device < 0 || device >= count)
-        return fail(FP4BF16_NO_DEVICE, "device_query: device is %d, but there are %d (numbered from 0)", device, count);
+        return fail(FP4BF16_NO_DEVICE, "device_query: device is %d, but there are %d (numbered from 0)",
+                    device, count);
     cudaDeviceProp properties;
     FP4BF16_TRY(cuda_result(cudaGetDeviceProperties(&properties, device), "device_query"));
     *info = {};

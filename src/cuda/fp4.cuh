@@ -1,5 +1,6 @@
-// Encode and decode of the small formats, in plain integer and FP32 steps that read like their definitions. The
-// casts of <cuda_fp4.h> go through FP64 on GPUs without the instruction (sm_90 included), so none is used here.
+// Encode and decode of the small formats, in plain integer and FP32 steps that read like their definitions.
+// The casts of <cuda_fp4.h> go through FP64 on GPUs without the instruction (sm_90 included), so none is used
+// here.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +10,15 @@ namespace fp4bf16 {
 
 constexpr int kBlock = 16;  // elements that share an E4M3 scale
 
-// ---- loads and stores: everything computes in FP32 --------------------------------------------------------------
+// ---- loads and stores: everything computes in FP32
 __device__ inline float load(const float* p) { return *p; }
 __device__ inline float load(const __nv_bfloat16* p) { return __bfloat162float(*p); }
 __device__ inline void store(float* p, float v) { *p = v; }
 __device__ inline void store(__nv_bfloat16* p, float v) { *p = __float2bfloat16_rn(v); }
 
-// ---- E2M1: sign, 2 exponent bits, 1 mantissa bit; values 0 .5 1 1.5 2 3 4 6 -----------------------------------------
-// Code of a magnitude, round half to even, saturating: one comparison for each midpoint between neighbours. A tie
-// goes to the even code, so midpoints over an even code are compared with > and those under one with >=.
+// ---- E2M1: sign, 2 exponent bits, 1 mantissa bit; values 0 .5 1 1.5 2 3 4 6
+// Code of a magnitude, round half to even, saturating: one comparison for each midpoint between neighbours. A
+// tie goes to the even code, so midpoints over an even code are compared with > and those under one with >=.
 __device__ inline uint32_t e2m1_code(float magnitude) {
     return (magnitude > 0.25f) + (magnitude >= 0.75f) + (magnitude > 1.25f) + (magnitude >= 1.75f) +
            (magnitude > 2.5f) + (magnitude >= 3.5f) + (magnitude > 5.0f);
@@ -35,7 +36,7 @@ __device__ inline float e2m1_decode(uint32_t nibble) {
     return nibble & 8 ? -magnitude : magnitude;
 }
 
-// ---- E4M3 (finite only: 448 is the largest, 0x7F is NaN) -------------------------------------------------------------
+// ---- E4M3 (finite only: 448 is the largest, 0x7F is NaN)
 constexpr uint32_t kE4M3NaN = 0x7F;
 
 __device__ inline float e4m3_decode(uint32_t byte) {
@@ -49,7 +50,8 @@ __device__ inline float e4m3_decode(uint32_t byte) {
 
 // Byte of a scale in [0, 448], round half to even.
 __device__ inline uint32_t e4m3_code(float scale) {
-    if (scale < 0x1p-6f) return static_cast<uint32_t>(__float2int_rn(scale * 0x1p9f));  // 8 is the least normal
+    if (scale < 0x1p-6f)
+        return static_cast<uint32_t>(__float2int_rn(scale * 0x1p9f));  // 8 is the least normal
     uint32_t bits = __float_as_uint(scale);
     bits += 0x7FFFF + ((bits >> 20) & 1);  // half of the last place kept, minus one unless that place is odd
     return (bits >> 20) - (120 << 3);

@@ -1,24 +1,25 @@
 /* fp4bf16.h: the public C ABI, read by nvcc and (between the two cffi markers) by bindings/build_ffi.py.
  *
- * Every function returns a status; fp4bf16_last_error() then holds one sentence about this thread's last failure.
- * Kernels are ordered on `stream` (a cudaStream_t, NULL = the legacy default stream), allocate nothing, never
- * synchronise, can be captured in a CUDA graph, and run on the thread's current device. Pointers are to device
- * memory unless they say "host". No call leaves a CUDA error behind for the next one.
+ * Every function returns a status; fp4bf16_last_error() then holds one sentence about this thread's last
+ * failure. Kernels are ordered on `stream` (a cudaStream_t, NULL = the legacy default stream), allocate
+ * nothing, never synchronise, can be captured in a CUDA graph, and run on the thread's current device.
+ * Pointers are to device memory unless they say "host". No call leaves a CUDA error behind for the next one.
  *
- * A matrix is (rows, k), the last axis contiguous; FP4 goes two codes a byte, the low nibble is the even k. */
+ * A matrix is (rows, k), the last axis contiguous; FP4 goes two codes a byte, the low nibble is the even k.
+ */
 #ifndef FP4BF16_H
 #define FP4BF16_H
 
 #include <stdint.h>
 
 #if defined(_WIN32)
-#  ifdef FP4BF16_BUILD
-#    define FP4BF16_API __declspec(dllexport)
-#  else
-#    define FP4BF16_API __declspec(dllimport)
-#  endif
+#ifdef FP4BF16_BUILD
+#define FP4BF16_API __declspec(dllexport)
 #else
-#  define FP4BF16_API __attribute__((visibility("default")))
+#define FP4BF16_API __declspec(dllimport)
+#endif
+#else
+#define FP4BF16_API __attribute__((visibility("default")))
 #endif
 
 #ifdef __cplusplus
@@ -47,7 +48,7 @@ typedef enum fp4bf16_search { FP4BF16_SEARCH_FULL = 0, FP4BF16_SEARCH_FAST = 1 }
 
 typedef struct fp4bf16_device {
     char name[256];
-    int32_t major, minor;            /* compute capability */
+    int32_t major, minor; /* compute capability */
     int32_t multiprocessors;
     int32_t shared_memory_per_block; /* bytes, opted in */
     int64_t memory;                  /* bytes */
@@ -65,37 +66,35 @@ FP4BF16_API fp4bf16_status fp4bf16_cuda_versions(int32_t* driver, int32_t* runti
 FP4BF16_API fp4bf16_status fp4bf16_device_count(int32_t* count);
 FP4BF16_API fp4bf16_status fp4bf16_device_query(int32_t device, fp4bf16_device* info);
 
-/* x (rows, k) -> packed (rows, ceil(k / 2)): E2M1, round half to even, saturating at 6; no scale. NaN becomes 6 with
- * its sign. */
-FP4BF16_API fp4bf16_status fp4bf16_pack(
-    const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k, int64_t x_stride,
-    uint8_t* packed, void* stream);
+/* x (rows, k) -> packed (rows, ceil(k / 2)): E2M1, round half to even, saturating at 6; no scale. NaN becomes
+ * 6 with its sign. */
+FP4BF16_API fp4bf16_status fp4bf16_pack(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
+                                        int64_t x_stride, uint8_t* packed, void* stream);
 
 /* packed (rows, ceil(k / 2)) -> x (rows, k): the E2M1 values themselves, no scale. */
-FP4BF16_API fp4bf16_status fp4bf16_unpack(
-    const uint8_t* packed, int64_t rows, int64_t k,
-    void* x, fp4bf16_dtype dtype, int64_t x_stride, void* stream);
+FP4BF16_API fp4bf16_status fp4bf16_unpack(const uint8_t* packed, int64_t rows, int64_t k, void* x,
+                                          fp4bf16_dtype dtype, int64_t x_stride, void* stream);
 
-/* amax (ceil(rows / rows_per_amax),): the largest |x| of each group of consecutive rows; 1 = one a row, rows = one a
- * tensor. NaN and Inf are left out. The result depends on no order. */
-FP4BF16_API fp4bf16_status fp4bf16_amax(
-    const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k, int64_t x_stride,
-    int64_t rows_per_amax, float* amax, void* stream);
+/* amax (ceil(rows / rows_per_amax),): the largest |x| of each group of consecutive rows; 1 = one a row, rows
+ * = one a tensor. NaN and Inf are left out. The result depends on no order. */
+FP4BF16_API fp4bf16_status fp4bf16_amax(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
+                                        int64_t x_stride, int64_t rows_per_amax, float* amax, void* stream);
 
-/* x (rows, k) -> packed (rows, kp / 2), block_scale (rows, kp / 16) E4M3 bytes, outer_scale (like amax), where kp is
- * k rounded up to 16 and the padding is zero. amax as from fp4bf16_amax, or any larger number: for nvfp4_exact
- * 288 * 2^e asks for the exponent e itself; it must be finite. `search` is for nvfp4_exact alone; nvfp4 is
- * quantised as Transformer Engine does it. A block of zeros is all zero bytes; one that holds NaN or Inf gets the
- * scale NaN and codes 0. */
-FP4BF16_API fp4bf16_status fp4bf16_quantize(
-    const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k, int64_t x_stride,
-    fp4bf16_format format, fp4bf16_search search, const float* amax, int64_t rows_per_amax,
-    uint8_t* packed, uint8_t* block_scale, float* outer_scale, void* stream);
+/* x (rows, k) -> packed (rows, kp / 2), block_scale (rows, kp / 16) E4M3 bytes, outer_scale (like amax),
+ * where kp is k rounded up to 16 and the padding is zero. amax as from fp4bf16_amax, or any larger number:
+ * for nvfp4_exact 288 * 2^e asks for the exponent e itself; it must be finite. `search` is for nvfp4_exact
+ * alone; nvfp4 is quantised as Transformer Engine does it. A block of zeros is all zero bytes; one that holds
+ * NaN or Inf gets the scale NaN and codes 0. */
+FP4BF16_API fp4bf16_status fp4bf16_quantize(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
+                                            int64_t x_stride, fp4bf16_format format, fp4bf16_search search,
+                                            const float* amax, int64_t rows_per_amax, uint8_t* packed,
+                                            uint8_t* block_scale, float* outer_scale, void* stream);
 
 /* The inverse: x (rows, k) = (code * block_scale) * outer_scale, in FP32, rounded once to `dtype`. */
-FP4BF16_API fp4bf16_status fp4bf16_dequantize(
-    const uint8_t* packed, const uint8_t* block_scale, const float* outer_scale, int64_t rows, int64_t k,
-    int64_t rows_per_outer, void* x, fp4bf16_dtype dtype, int64_t x_stride, void* stream);
+FP4BF16_API fp4bf16_status fp4bf16_dequantize(const uint8_t* packed, const uint8_t* block_scale,
+                                              const float* outer_scale, int64_t rows, int64_t k,
+                                              int64_t rows_per_outer, void* x, fp4bf16_dtype dtype,
+                                              int64_t x_stride, void* stream);
 
 /* cffi: end */
 

@@ -8,7 +8,7 @@ namespace {
 // One thread, one byte.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-pack_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, uint8_t* packed) {
+    pack_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, uint8_t* packed) {
     const int64_t bytes = (k + 1) / 2;  // a row
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * bytes; i += step) {
@@ -26,7 +26,7 @@ pack_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, uint8_t* packed
 // One thread, one element.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-unpack_kernel(const uint8_t* packed, int64_t rows, int64_t k, T* x, int64_t stride) {
+    unpack_kernel(const uint8_t* packed, int64_t rows, int64_t k, T* x, int64_t stride) {
     const int64_t bytes = (k + 1) / 2;
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * k; i += step) {
@@ -41,9 +41,8 @@ unpack_kernel(const uint8_t* packed, int64_t rows, int64_t k, T* x, int64_t stri
 
 using namespace fp4bf16;
 
-extern "C" fp4bf16_status fp4bf16_pack(
-    const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k, int64_t x_stride,
-    uint8_t* packed, void* stream) {
+extern "C" fp4bf16_status fp4bf16_pack(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
+                                       int64_t x_stride, uint8_t* packed, void* stream) {
     FP4BF16_TRY(check_dtype("pack", dtype));
     FP4BF16_TRY(check_matrix("pack", "x", x, rows, k, x_stride, size_of(dtype)));
     if (rows == 0 || k == 0) return FP4BF16_OK;
@@ -53,13 +52,13 @@ extern "C" fp4bf16_status fp4bf16_pack(
     if (dtype == FP4BF16_FLOAT32)
         pack_kernel<<<grid, kThreads, 0, s>>>(static_cast<const float*>(x), rows, k, x_stride, packed);
     else
-        pack_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride, packed);
+        pack_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride,
+                                              packed);
     return cuda_result(cudaGetLastError(), "pack");
 }
 
-extern "C" fp4bf16_status fp4bf16_unpack(
-    const uint8_t* packed, int64_t rows, int64_t k,
-    void* x, fp4bf16_dtype dtype, int64_t x_stride, void* stream) {
+extern "C" fp4bf16_status fp4bf16_unpack(const uint8_t* packed, int64_t rows, int64_t k, void* x,
+                                         fp4bf16_dtype dtype, int64_t x_stride, void* stream) {
     FP4BF16_TRY(check_dtype("unpack", dtype));
     FP4BF16_TRY(check_matrix("unpack", "x", x, rows, k, x_stride, size_of(dtype)));
     if (rows == 0 || k == 0) return FP4BF16_OK;

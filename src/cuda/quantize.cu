@@ -1,17 +1,18 @@
-// amax, quantise, dequantise: nvfp4_exact and nvfp4, one thread a block of 16. Written to be read and to agree bit for
-// bit with python_ref/quantize.py: this is what faster kernels are checked against on the device.
+// amax, quantise, dequantise: nvfp4_exact and nvfp4, one thread a block of 16. Written to be read and to
+// agree bit for bit with python_ref/quantize.py: this is what faster kernels are checked against on the
+// device.
 #include "common.h"
 #include "fp4.cuh"
 
 namespace fp4bf16 {
 namespace {
 
-constexpr int kTop = 36;          // the scales of nvfp4_exact are numbered 0..36
+constexpr int kTop = 36;              // the scales of nvfp4_exact are numbered 0..36
 constexpr int kLeastExponent = -119;  // every code * scale * 2^e is then a normal FP32 and BF16 number
 
-// ---- the scales of nvfp4_exact: s = m * 2^k, m in {1, 1.25, 1.5}, k = -6..5, and 64 ----------------------------------
-__device__ inline int quarters(int i) { return 4 + i % 3; }         // 4 m
-__device__ inline int octave(int i) { return i / 3 - 6; }           // k
+// ---- the scales of nvfp4_exact: s = m * 2^k, m in {1, 1.25, 1.5}, k = -6..5, and 64
+__device__ inline int quarters(int i) { return 4 + i % 3; }  // 4 m
+__device__ inline int octave(int i) { return i / 3 - 6; }    // k
 __device__ inline uint32_t scale_byte(int i) { return 8 * (i / 3 + 1) + 2 * (i % 3); }
 __device__ inline float scale_value(int i) { return e4m3_decode(scale_byte(i)); }
 
@@ -33,8 +34,8 @@ __device__ inline int least_scale(float a) {
     return g;
 }
 
-// Squared error of a block under scale i, in integers: sixteenths of a code step, rescaled to one unit for all scales,
-// so that it does not depend on the order of the sum, on FMA or on how a division rounds.
+// Squared error of a block under scale i, in integers: sixteenths of a code step, rescaled to one unit for
+// all scales, so that it does not depend on the order of the sum, on FMA or on how a division rounds.
 __device__ inline int64_t block_error(const float (&t)[kBlock], int i) {
     const float inverse = 1.0f / scale_value(i);
     const float inverse16 = 16.0f * inverse;
@@ -80,7 +81,7 @@ __device__ inline void write_block(const float (&t)[kBlock], float multiplier, u
     }
 }
 
-// ---- one block -----------------------------------------------------------------------------------------------------
+// ---- one block
 __device__ inline void quantize_exact(const float (&x)[kBlock], float a, float amax, bool fast,
                                       uint8_t* packed, uint8_t* block_scale) {
     const int e = outer_exponent(amax);
@@ -96,7 +97,8 @@ __device__ inline void quantize_exact(const float (&x)[kBlock], float a, float a
 constexpr float kFloatMax = 3.40282347e38f;
 
 __device__ inline float te_encode(float amax) {
-    return amax == 0.0f ? 1.0f : fminf(2688.0f / amax, kFloatMax);  // 2688 = 448 * 6; never 0 for a finite amax
+    // 2688 = 448 * 6; not 0 for any finite amax
+    return amax == 0.0f ? 1.0f : fminf(2688.0f / amax, kFloatMax);
 }
 
 __device__ inline void quantize_te(const float (&x)[kBlock], float a, float amax, uint8_t* packed,
@@ -111,8 +113,9 @@ __device__ inline void quantize_te(const float (&x)[kBlock], float a, float amax
 // One thread, one block of 16; the last block of a row is padded with zeros.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-quantize_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, fp4bf16_format format, bool fast,
-                const float* amax, int64_t rows_per_amax, uint8_t* packed, uint8_t* block_scale, float* outer_scale) {
+    quantize_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, fp4bf16_format format, bool fast,
+                    const float* amax, int64_t rows_per_amax, uint8_t* packed, uint8_t* block_scale,
+                    float* outer_scale) {
     const int64_t blocks = (k + kBlock - 1) / kBlock;  // a row
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * blocks; i += step) {
@@ -134,14 +137,14 @@ quantize_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, fp4bf16_for
         }
         if (column == 0 && row % rows_per_amax == 0)
             outer_scale[group] = format == FP4BF16_NVFP4_EXACT ? power_of_two(outer_exponent(amax[group]))
-                                                                : 1.0f / te_encode(amax[group]);
+                                                               : 1.0f / te_encode(amax[group]);
     }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-dequantize_kernel(const uint8_t* packed, const uint8_t* block_scale, const float* outer_scale, int64_t rows, int64_t k,
-                  int64_t rows_per_outer, T* x, int64_t stride) {
+    dequantize_kernel(const uint8_t* packed, const uint8_t* block_scale, const float* outer_scale,
+                      int64_t rows, int64_t k, int64_t rows_per_outer, T* x, int64_t stride) {
     const int64_t blocks = (k + kBlock - 1) / kBlock;
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * k; i += step) {
@@ -152,11 +155,11 @@ dequantize_kernel(const uint8_t* packed, const uint8_t* block_scale, const float
     }
 }
 
-// The bits of non-negative floats sort as integers, so the maximum is one of integers and depends on no order. NaN and
-// Inf are left out: they spoil their own block, not the scale of the others.
+// The bits of non-negative floats sort as integers, so the maximum is one of integers and depends on no
+// order. NaN and Inf are left out: they spoil their own block, not the scale of the others.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-amax_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, int64_t rows_per_amax, int* amax) {
+    amax_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, int64_t rows_per_amax, int* amax) {
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         int most = 0;
         for (int64_t column = threadIdx.x; column < k; column += kThreads) {
@@ -173,40 +176,45 @@ amax_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, int64_t rows_pe
 
 using namespace fp4bf16;
 
-extern "C" fp4bf16_status fp4bf16_amax(
-    const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k, int64_t x_stride,
-    int64_t rows_per_amax, float* amax, void* stream) {
+extern "C" fp4bf16_status fp4bf16_amax(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
+                                       int64_t x_stride, int64_t rows_per_amax, float* amax, void* stream) {
     FP4BF16_TRY(check_dtype("amax", dtype));
     FP4BF16_TRY(check_matrix("amax", "x", x, rows, k, x_stride, size_of(dtype)));
     FP4BF16_TRY(check_group("amax", "rows_per_amax", rows_per_amax));
     if (rows == 0) return FP4BF16_OK;
     FP4BF16_TRY(check_pointer("amax", "amax", amax, alignof(float)));
     const auto s = static_cast<cudaStream_t>(stream);
-    FP4BF16_TRY(cuda_result(cudaMemsetAsync(amax, 0, ceil_div(rows, rows_per_amax) * sizeof(float), s), "amax"));
+    FP4BF16_TRY(
+        cuda_result(cudaMemsetAsync(amax, 0, ceil_div(rows, rows_per_amax) * sizeof(float), s), "amax"));
     if (k == 0) return FP4BF16_OK;
     const auto bits = reinterpret_cast<int*>(amax);
     const unsigned grid = static_cast<unsigned>(rows < 65535 ? rows : 65535);
     if (dtype == FP4BF16_FLOAT32)
-        amax_kernel<<<grid, kThreads, 0, s>>>(static_cast<const float*>(x), rows, k, x_stride, rows_per_amax, bits);
-    else
-        amax_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride, rows_per_amax,
+        amax_kernel<<<grid, kThreads, 0, s>>>(static_cast<const float*>(x), rows, k, x_stride, rows_per_amax,
                                               bits);
+    else
+        amax_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride,
+                                              rows_per_amax, bits);
     return cuda_result(cudaGetLastError(), "amax");
 }
 
-extern "C" fp4bf16_status fp4bf16_quantize(
-    const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k, int64_t x_stride,
-    fp4bf16_format format, fp4bf16_search search, const float* amax, int64_t rows_per_amax,
-    uint8_t* packed, uint8_t* block_scale, float* outer_scale, void* stream) {
+extern "C" fp4bf16_status fp4bf16_quantize(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
+                                           int64_t x_stride, fp4bf16_format format, fp4bf16_search search,
+                                           const float* amax, int64_t rows_per_amax, uint8_t* packed,
+                                           uint8_t* block_scale, float* outer_scale, void* stream) {
     FP4BF16_TRY(check_dtype("quantize", dtype));
     FP4BF16_TRY(check_matrix("quantize", "x", x, rows, k, x_stride, size_of(dtype)));
     FP4BF16_TRY(check_group("quantize", "rows_per_amax", rows_per_amax));
     if (format != FP4BF16_NVFP4_EXACT && format != FP4BF16_NVFP4)
-        return fail(FP4BF16_INVALID_ARGUMENT, "quantize: format is %d, but FP4BF16_NVFP4_EXACT (0) or FP4BF16_NVFP4 "
-                    "(1) is needed", static_cast<int>(format));
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "quantize: format is %d, but FP4BF16_NVFP4_EXACT (0) or FP4BF16_NVFP4 "
+                    "(1) is needed",
+                    static_cast<int>(format));
     if (search != FP4BF16_SEARCH_FULL && search != FP4BF16_SEARCH_FAST)
-        return fail(FP4BF16_INVALID_ARGUMENT, "quantize: search is %d, but FP4BF16_SEARCH_FULL (0) or "
-                    "FP4BF16_SEARCH_FAST (1) is needed", static_cast<int>(search));
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "quantize: search is %d, but FP4BF16_SEARCH_FULL (0) or "
+                    "FP4BF16_SEARCH_FAST (1) is needed",
+                    static_cast<int>(search));
     if (rows == 0 || k == 0) return FP4BF16_OK;
     FP4BF16_TRY(check_pointer("quantize", "amax", amax, alignof(float)));
     FP4BF16_TRY(check_pointer("quantize", "packed", packed, 1));
@@ -216,17 +224,20 @@ extern "C" fp4bf16_status fp4bf16_quantize(
     const bool fast = search == FP4BF16_SEARCH_FAST;
     const auto s = static_cast<cudaStream_t>(stream);
     if (dtype == FP4BF16_FLOAT32)
-        quantize_kernel<<<grid, kThreads, 0, s>>>(static_cast<const float*>(x), rows, k, x_stride, format, fast, amax,
-                                                  rows_per_amax, packed, block_scale, outer_scale);
+        quantize_kernel<<<grid, kThreads, 0, s>>>(static_cast<const float*>(x), rows, k, x_stride, format,
+                                                  fast, amax, rows_per_amax, packed, block_scale,
+                                                  outer_scale);
     else
-        quantize_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride, format,
-                                                  fast, amax, rows_per_amax, packed, block_scale, outer_scale);
+        quantize_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride,
+                                                  format, fast, amax, rows_per_amax, packed, block_scale,
+                                                  outer_scale);
     return cuda_result(cudaGetLastError(), "quantize");
 }
 
-extern "C" fp4bf16_status fp4bf16_dequantize(
-    const uint8_t* packed, const uint8_t* block_scale, const float* outer_scale, int64_t rows, int64_t k,
-    int64_t rows_per_outer, void* x, fp4bf16_dtype dtype, int64_t x_stride, void* stream) {
+extern "C" fp4bf16_status fp4bf16_dequantize(const uint8_t* packed, const uint8_t* block_scale,
+                                             const float* outer_scale, int64_t rows, int64_t k,
+                                             int64_t rows_per_outer, void* x, fp4bf16_dtype dtype,
+                                             int64_t x_stride, void* stream) {
     FP4BF16_TRY(check_dtype("dequantize", dtype));
     FP4BF16_TRY(check_matrix("dequantize", "x", x, rows, k, x_stride, size_of(dtype)));
     FP4BF16_TRY(check_group("dequantize", "rows_per_outer", rows_per_outer));
