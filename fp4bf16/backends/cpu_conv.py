@@ -1,0 +1,349 @@
+"""Convolution on the CPU: gather the patches, rounding to BF16 on the way, then one BLAS product a block of
+lines.
+
+A *line* is one row of output pixels of one picture; lines are numbered over the whole batch. Each thread
+takes a contiguous range of lines and works through it in blocks whose patches stay in its second-level cache.
+
+    forward   Y (pixels, O) = P (pixels, kh*kw*C) @ W (O, kh*kw*C)^T
+    wgrad    dW (O, kh*kw*C) = G (pixels, O)^T @ P, one partial sum a thread, added in index order
+    dgrad    stride 1: the convolution of G with the flipped weights; stride > 1: P' = G @ W, added back to
+             where the patches came from
+
+Accumulation is BLAS's, in float32 (float64 for float64 operands that are not rounded).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from ..interop import BFLOAT16
+from .threads import parallel_chunks
+
+_BLOCK_BYTES = 1 << 20  # patches of one block of lines: half of a usual second-level cache
+_CHUNK_FLOPS = 12_000_000  # least work worth waking a thread for (about 0.1 ms)
+
+
+class Geometry(NamedTuple):
+    """Sizes of one convolution: x (n, h, w, c), weights (o, kh, kw, c), y (n, oh, ow, o); padding above and
+    left."""
+
+    n: int
+    h: int
+    w: int
+    c: int
+    o: int
+    kh: int
+    kw: int
+    stride: int
+    top: int
+    left: int
+    oh: int
+    ow: int
+
+    @property
+    def k(self) -> int:
+        """Length of a patch."""
+        return self.kh * self.kw * self.c
+
+    @property
+    def lines(self) -> int:
+        return self.n * self.oh
+
+    @property
+    def pointwise(self) -> bool:
+        """A patch is one pixel, and the patches are the pixels in order."""
+        return (self.kh == self.kw == self.stride == 1 and self.top == self.left == 0
+                and self.oh == self.h and self.ow == self.w)  # fmt: skip
+
+
+# ---- numba kernels: flat arrays and explicit offsets, so that the inner loops are plain copies -------------
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _nearest_bf16(bits):
+    """float32 bits -> those of the nearest BF16, ties to even; NaN stays NaN."""
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return (bits | np.uint32(0x00400000)) & np.uint32(0xFFFF0000) if nan else rounded
+
+
+@njit(nogil=True, cache=True)
+def _round(x, y):
+    """y = the BF16 nearest to x: uint32 bits of float32 in and out."""
+    for i in range(x.size):
+        y[i] = _nearest_bf16(np.uint32(x[i]))
+
+
+@njit(nogil=True, cache=True)
+def _narrow(x, y):
+    """y = the BF16 nearest to x: uint32 bits of float32 -> uint16 bits of bfloat16."""
+    for i in range(x.size):
+        y[i] = np.uint16(_nearest_bf16(x[i]) >> np.uint32(16))
+
+
+@njit(nogil=True, cache=True)
+def _widen(x, y):
+    """uint16 bits of bfloat16 -> uint32 bits of float32."""
+    for i in range(x.size):
+        y[i] = np.uint32(x[i]) << np.uint32(16)
+
+
+@njit(nogil=True, cache=True)
+def _copy(x, y):
+    for i in range(x.size):  # a loop's own index: `x[offset + i]` is tested for wrap-around, not vectorised
+        y[i] = x[i]
+
+
+@njit(nogil=True, cache=True)
+def _add(x, y):
+    for i in range(x.size):
+        y[i] += x[i]
+
+
+@njit(nogil=True, cache=True)
+def _gather(x, cols, window, first, last, h, w, c, kh, kw, stride, top, left, oh, ow, rounding):
+    """Patches of lines [first, last) of x, all flat; `window` holds the padded lines that one picture's share
+    needs.
+
+    x and cols are float64, or uint32 bits of float32 (rounded to BF16 when `rounding`).
+    """
+    width = (ow - 1) * stride + kw  # of the padded picture, as far as patches reach
+    begin, end = max(0, -left), min(w, width - left)  # columns of x inside it
+    line, at = first, 0
+    while line < last:
+        n, y0 = divmod(line, oh)
+        y1 = min(oh, y0 + last - line)
+        rows = (y1 - 1 - y0) * stride + kh
+        for r in range(rows):
+            base = r * width * c
+            iy = y0 * stride + r - top
+            if iy < 0 or iy >= h or end <= begin:
+                window[base : base + width * c] = 0
+                continue
+            lo, hi = base + (begin + left) * c, base + (end + left) * c
+            window[base:lo] = 0
+            window[hi : base + width * c] = 0
+            source = ((n * h + iy) * w + begin) * c
+            if rounding:
+                _round(x[source : source + hi - lo], window[lo:hi])
+            else:
+                _copy(x[source : source + hi - lo], window[lo:hi])
+        run = kw * c
+        for y in range(y1 - y0):
+            for ox in range(ow):
+                for i in range(kh):
+                    source = ((y * stride + i) * width + ox * stride) * c
+                    _copy(window[source : source + run], cols[at : at + run])
+                    at += run
+        line += y1 - y0
+
+
+@njit(nogil=True, cache=True)
+def _scatter(cols, x, window, first, last, h, w, c, kh, kw, stride, top, left, oh, ow):
+    """The transpose of `_gather` for whole pictures [first, last): patches added back to where they came
+    from."""
+    width = (ow - 1) * stride + kw
+    begin, end = max(0, -left), min(w, width - left)
+    run, at = kw * c, 0
+    for n in range(first, last):
+        window[:] = 0
+        for y in range(oh):
+            for ox in range(ow):
+                for i in range(kh):
+                    target = ((y * stride + i) * width + ox * stride) * c
+                    _add(cols[at : at + run], window[target : target + run])
+                    at += run
+        for iy in range(h):
+            base = (n * h + iy) * w * c
+            x[base : base + w * c] = 0
+            r = iy + top
+            if 0 <= r < (oh - 1) * stride + kh and end > begin:
+                source = (r * width + begin + left) * c
+                _copy(window[source : source + (end - begin) * c], x[base + begin * c : base + end * c])
+
+
+# ---- values and buffers ------------------------------------------------------------------------------------
+
+_local = threading.local()
+
+
+def _scratch(name: str, shape: tuple[int, ...], dtype) -> np.ndarray:
+    """This thread's buffer called `name`, grown when needed and kept: fresh pages would cost as much as the
+    copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    buffer = getattr(_local, name, None)
+    if buffer is None or buffer.nbytes < size:
+        buffer = np.empty(size, np.uint8)
+        setattr(_local, name, buffer)
+    return buffer[:size].view(dtype).reshape(shape)
+
+
+def values(x: np.ndarray, exact: bool = False) -> np.ndarray:
+    """x as C-contiguous numbers to compute with: float64 if `exact` and x is float64, else float32.
+
+    bfloat16 and float16 become float32 without loss; float64 is rounded to float32 unless `exact`.
+    """
+    if x.dtype == BFLOAT16:
+        x = np.ascontiguousarray(x)
+        y = np.empty(x.shape, np.float32)
+        _widen(x.view(np.uint16).reshape(-1), y.view(np.uint32).reshape(-1))
+        return y
+    return np.ascontiguousarray(x, np.float64 if exact and x.dtype == np.float64 else np.float32)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """float32 array of the BF16 values nearest to x, ties to even."""
+    if x.dtype == BFLOAT16:
+        return values(x)
+    x = values(x)
+    y = np.empty(x.shape, np.float32)
+    _round(x.view(np.uint32).reshape(-1), y.view(np.uint32).reshape(-1))
+    return y
+
+
+def store(y: np.ndarray, out: np.ndarray) -> None:
+    """out[...] = y, rounded once to out's dtype."""
+    if y is out:
+        return
+    if out.dtype == BFLOAT16 and y.dtype == np.float32 and out.flags.c_contiguous and y.flags.c_contiguous:
+        _narrow(y.view(np.uint32).reshape(-1), out.view(np.uint16).reshape(-1))
+    else:
+        out[...] = y
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """Flat view that the kernels take: float64, or the bits of float32."""
+    flat = x.reshape(-1)
+    return flat if flat.dtype == np.float64 else flat.view(np.uint32)
+
+
+def _blocks(first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
+    """Even contiguous parts of range(first, last), none longer than `most`."""
+    parts = -(-(last - first) // max(1, most))
+    for i in range(parts):
+        yield first + (last - first) * i // parts, first + (last - first) * (i + 1) // parts
+
+
+class _Patches:
+    """The patches of x, block by block; `rounding` rounds them to BF16 as they are copied."""
+
+    def __init__(self, x: np.ndarray, geo: Geometry, rounding: bool):
+        self.x, self.geo, self.rounding, self.dtype = _bits(x), geo, rounding, x.dtype
+        self.most = max(1, _BLOCK_BYTES // (geo.ow * geo.k * x.itemsize))  # lines a block
+        self.direct = x.reshape(-1, geo.c) if geo.pointwise and not rounding else None
+        self.bits = self.x.dtype
+
+    def lines(self, first: int, last: int) -> np.ndarray:
+        """(pixels, kh*kw*C) of lines [first, last), in this thread's buffer."""
+        g = self.geo
+        if self.direct is not None:
+            return self.direct[first * g.ow : last * g.ow]
+        cols = _scratch("cols", ((last - first) * g.ow, g.k), self.dtype)
+        if g.pointwise:
+            _round(self.x[first * g.ow * g.c : last * g.ow * g.c], _bits(cols))
+            return cols
+        rows = (min(last - first, g.oh) - 1) * g.stride + g.kh
+        window = _scratch("window", (rows * ((g.ow - 1) * g.stride + g.kw) * g.c,), self.bits)
+        _gather(self.x, _bits(cols), window, first, last, g.h, g.w, g.c, g.kh, g.kw, g.stride, g.top, g.left,
+                g.oh, g.ow, self.rounding)  # fmt: skip
+        return cols
+
+
+def _least(flops_each: int) -> int:
+    """Lines or pictures that make a chunk worth a thread of its own."""
+    return max(1, -(-_CHUNK_FLOPS // max(1, flops_each)))
+
+
+# ---- the three products ------------------------------------------------------------------------------------
+
+
+def forward(x: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, rounding: bool,
+            finish: Callable[[np.ndarray, slice], None] | None = None) -> None:  # fmt: skip
+    """out (pixels, O) = patches of x times w (O, k); ``finish(y, pixels)`` is applied in place to each block
+    of y.
+
+    x is what `values` returns, w holds values of the same dtype, `out` is C-contiguous of any dtype.
+    """
+    patches, w_t = _Patches(x, geo, rounding), w.T
+
+    def lines(first: int, last: int) -> None:
+        for a, b in _blocks(first, last, patches.most):
+            pixels = slice(a * geo.ow, b * geo.ow)
+            target = out[pixels]
+            y = target if out.dtype == x.dtype else _scratch("y", target.shape, x.dtype)
+            np.matmul(patches.lines(a, b), w_t, out=y)
+            if finish is not None:
+                finish(y, pixels)
+            store(y, target)
+
+    parallel_chunks(geo.lines, lines, _least(2 * geo.ow * geo.k * geo.o))
+
+
+def wgrad(g: np.ndarray, x: np.ndarray, geo: Geometry, rounding: bool, round_g: bool) -> np.ndarray:
+    """dW (O, k) = g (pixels, O)^T times the patches of x; a sum of one partial sum a thread, in index
+    order."""
+    patches, parts = _Patches(x, geo, rounding), {}
+
+    def lines(first: int, last: int) -> None:
+        total = None
+        for a, b in _blocks(first, last, patches.most):
+            rows = _rows(g, a * geo.ow, b * geo.ow, round_g)
+            part = rows.T @ patches.lines(a, b)
+            total = part if total is None else np.add(total, part, out=total)
+        parts[first] = total
+
+    parallel_chunks(geo.lines, lines, _least(2 * geo.ow * geo.k * geo.o))
+    if not parts:
+        return np.zeros((geo.o, geo.k), x.dtype)
+    total, *others = (parts[first] for first in sorted(parts))
+    for part in others:
+        total += part
+    return total
+
+
+def _rows(g: np.ndarray, first: int, last: int, rounding: bool) -> np.ndarray:
+    """Rows [first, last) of g (pixels, O), rounded to BF16 into this thread's buffer when asked."""
+    rows = g[first:last]
+    if not rounding:
+        return rows
+    buffer = _scratch("rows", rows.shape, g.dtype)
+    _round(_bits(rows), _bits(buffer))
+    return buffer
+
+
+def dgrad(g: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, round_g: bool) -> None:
+    """out (n, h, w, c) = gradient in x of the convolution `geo`, from g (n, oh, ow, o) and w (o, kh, kw,
+    c)."""
+    if geo.stride == 1:
+        flipped = np.ascontiguousarray(w[:, ::-1, ::-1].transpose(3, 1, 2, 0)).reshape(geo.c, -1)
+        back = Geometry(geo.n, geo.oh, geo.ow, geo.o, geo.c, geo.kh, geo.kw, 1,
+                        geo.kh - 1 - geo.top, geo.kw - 1 - geo.left, geo.h, geo.w)  # fmt: skip
+        forward(g, flipped, back, out.reshape(-1, geo.c), round_g)
+        return
+    direct = out if out.dtype == g.dtype else np.empty(out.shape, g.dtype)
+    flat, rows, matrix = direct.reshape(-1), g.reshape(-1, geo.o), w.reshape(geo.o, geo.k)
+    each = geo.oh * geo.ow  # pixels a picture
+    most = max(1, _BLOCK_BYTES // max(1, each * geo.k * g.itemsize))
+    size = ((geo.oh - 1) * geo.stride + geo.kh) * ((geo.ow - 1) * geo.stride + geo.kw) * geo.c
+
+    def pictures(first: int, last: int) -> None:
+        window = _scratch("window", (size,), g.dtype)
+        for a, b in _blocks(first, last, most):
+            cols = _scratch("cols", ((b - a) * each, geo.k), g.dtype)
+            np.matmul(_rows(rows, a * each, b * each, round_g), matrix, out=cols)
+            _scatter(cols.reshape(-1), flat, window, a, b, geo.h, geo.w, geo.c, geo.kh, geo.kw, geo.stride,
+                     geo.top, geo.left, geo.oh, geo.ow)  # fmt: skip
+
+    parallel_chunks(geo.n, pictures, _least(2 * each * geo.k * geo.o))
+    store(direct, out)
+
+
+def column_sums(x: np.ndarray) -> np.ndarray:
+    """Sum over the rows of x (rows, columns), as a product with ones: BLAS adds in many lanes."""
+    return np.ones(x.shape[0], x.dtype) @ x
