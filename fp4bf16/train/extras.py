@@ -1,0 +1,31 @@
+"""Packages of the extra ``train``, imported when they are needed, with a sentence where one is missing."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+_PACKAGE = {"PIL": "pillow"}
+
+
+def require(module: str, purpose: str) -> ModuleType:
+    """Import `module`, or raise `ImportError` with the command that installs it.
+
+    >>> require("json", "reading configurations").__name__
+    'json'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = _PACKAGE.get(module.split(".")[0], module.split(".")[0])
+        raise ImportError(
+            f"{purpose} needs the package {name}, which is not installed; run: python -m pip install 'fp4bf16[train]'"
+        ) from error
+
+
+def optional(module: str) -> ModuleType | None:
+    """Import `module`, or None where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None

@@ -1,0 +1,230 @@
+"""``report.html``: one file that opens offline and shows what a run did, good or bad."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .chart import Series, line_chart, number, smooth
+from .pictures import png
+
+STYLE = """
+:root { color-scheme: light; --ink: #22262b; --muted: #626870; --rule: #e3e5e8; --accent: #2b5f8f; --bad: #a8341c; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #fff; color: var(--ink); font: 17px/1.55 Charter, "Bitstream Charter", "Sitka Text",
+  Cambria, Georgia, serif; }
+main { max-width: 72rem; margin: 0 auto; padding: 3rem 1.5rem 5rem; }
+h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .4rem; font-weight: 600; }
+h2 { font-size: 1.3rem; margin: 3.2rem 0 .4rem; font-weight: 600; }
+p { max-width: 44rem; margin: .4rem 0 1rem; }
+.lead, figcaption, .none, footer { color: var(--muted); }
+table, .tile, svg text, figcaption, .pair span { font-family: system-ui, -apple-system, "Segoe UI", Roboto,
+  "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1.5rem; margin: 2rem 0; }
+.tile { border-top: 2px solid var(--ink); padding-top: .6rem; }
+.tile b { display: block; font-size: 1.75rem; font-weight: 600; line-height: 1.2; }
+.tile span { display: block; font-size: .82rem; line-height: 1.35; color: var(--muted); }
+.bad, .tile.bad b { color: var(--bad); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(27rem, 100%), 1fr)); gap: 1.5rem 2.5rem; }
+figure { margin: 0; }
+figcaption { font-size: .85rem; line-height: 1.4; max-width: 34rem; }
+svg { display: block; width: 100%; height: auto; }
+svg text { font-size: 11.5px; }
+.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr)); gap: 1.4rem 1.2rem; }
+.pair div { display: grid; grid-template-columns: 1fr 1fr; gap: 4px; }
+.pair img { width: 100%; display: block; image-rendering: pixelated; }
+.pair span { font-size: .7rem; color: var(--muted); text-align: center; }
+.pair figcaption { text-align: center; color: var(--ink); font-size: .82rem; margin-top: .15rem; }
+table { border-collapse: collapse; font-size: .88rem; margin: .8rem 0 1.2rem; }
+.scroll { overflow-x: auto; }
+th, td { text-align: right; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th { font-weight: 600; } th:first-child, td:first-child { text-align: left; } td.word { text-align: left; }
+details { margin-top: 2.5rem; } summary { cursor: pointer; } pre { font-size: .8rem; line-height: 1.45; overflow-x: auto; }
+footer { margin-top: 4rem; font-size: .85rem; border-top: 1px solid var(--rule); padding-top: 1rem; }
+"""
+
+
+def build_report(config_text: str, metrics: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]],
+                 facts: Sequence[str] = ()) -> str:  # fmt: skip
+    """The page as one string of HTML, nothing loaded from elsewhere.
+
+    `metrics` are the lines of ``metrics.jsonl``; what is missing among them (a run stopped early) is said in its
+    place. `pairs` hold ``caption``, ``base``, ``aligned`` (uint8 (H, W, 3), from the same noise), ``base_score``,
+    ``aligned_score`` (the held-out judge's probability of the winning style).
+    """
+    by_stage: dict[str, list[dict[str, Any]]] = {}
+    for line in metrics:
+        by_stage.setdefault(line.get("stage", ""), []).append(line)
+    summary = (by_stage.get("summary") or [{}])[-1]
+    parts = [
+        _head(summary, facts),
+        _tiles(summary),
+        _gallery(pairs),
+        _curves(by_stage),
+        _guards(summary),
+        _fidelity(by_stage, summary),
+        _times(summary),
+        f"<details><summary>Configuration</summary><pre>{html.escape(config_text)}</pre></details>",
+        "<footer>Written by fp4bf16. Every number stands in metrics.jsonl beside this page.</footer>",
+    ]
+    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>fp4bf16 run</title>'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
+            f'<body><main>{"".join(parts)}</main></body></html>\n')  # fmt: skip
+
+
+def _head(summary: dict, facts: Sequence[str]) -> str:
+    lines = "".join(f"<p class=lead>{html.escape(fact)}</p>" for fact in facts)
+    state = "" if summary else '<p class="bad">This run has not reached its end; what is there is shown.</p>'
+    return f"<h1>Explored in FP4, trained in BF16, aligned by DPO</h1>{lines}{state}"
+
+
+def _tiles(summary: dict) -> str:
+    if not summary:
+        return ""
+    gain, low, high = (summary.get(k) for k in ("heldout_gain", "heldout_gain_low", "heldout_gain_high"))
+    broken = summary.get("guards_broken") or []
+    tiles = [
+        (f"{_signed(gain)} points", f"held-out judge, share of pictures in the winning style; 95 % interval "
+         f"{_signed(low)} to {_signed(high)}", False),
+        (f"{number(summary.get('reward_base'))} → {number(summary.get('reward'))}",
+         "reward judge, mean probability of the winning style", False),
+        (number(summary.get("spearman_fp4")),
+         "Spearman rank correlation of the FP4 exploration with the full BF16 sampling", False),
+        ("all hold" if not broken else f"{len(broken)} broken",
+         "guards that no network enters" + (": " + ", ".join(broken) if broken else ""), bool(broken)),
+        (f"{number(summary.get('seconds'))} s", f"total; largest memory {number(summary.get('peak_rss_mb'))} MB", False),
+    ]  # fmt: skip
+    cells = "".join(f'<div class="tile{" bad" if bad else ""}"><b>{html.escape(value)}</b>'
+                    f"<span>{html.escape(text)}</span></div>" for value, text, bad in tiles)  # fmt: skip
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _signed(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:+.1f}".replace("-", "−")
+
+
+def _image(picture: np.ndarray, alt: str) -> str:
+    data = base64.b64encode(png(picture)).decode()
+    return f'<img alt="{html.escape(alt, quote=True)}" src="data:image/png;base64,{data}">'
+
+
+def _gallery(pairs: Sequence[dict[str, Any]]) -> str:
+    if not pairs:
+        return "<h2>Before and after</h2><p class=none>There are no pictures yet.</p>"
+    cells = []
+    for pair in pairs:
+        caption = pair["caption"]
+        cells.append(
+            f'<figure class="pair"><div>{_image(pair["base"], "base: " + caption)}'
+            f"{_image(pair['aligned'], 'aligned: ' + caption)}"
+            f"<span>base {number(pair['base_score'], 2)}</span><span>aligned {number(pair['aligned_score'], 2)}</span>"
+            f"</div><figcaption>{html.escape(caption)}</figcaption></figure>"
+        )
+    return ("<h2>Before and after</h2><p>Each pair starts from the same noise: the base model on the left, the aligned "
+            "one on the right, with the held-out judge's probability of the winning style. Chosen by position in the "
+            f'list, not by score.</p><div class="gallery">{"".join(cells)}</div>')  # fmt: skip
+
+
+def _column(lines: Sequence[dict], key: str) -> list[Any]:
+    return [line.get(key) for line in lines]
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
+def _curves(stages: dict[str, list[dict]]) -> str:
+    base, align, probe = stages.get("base", []), stages.get("align", []), stages.get("probe", [])
+    steps, loss = _column(base, "step"), [v for v in _column(base, "loss") if v is not None]
+    window = max(1, len(loss) // 40)
+    charts = [
+        _figure(line_chart(
+            [Series("each step", steps, loss, faint=True), Series("mean", steps, smooth(loss, window))],
+            "step", "loss", description="Training loss of the base model"),
+            f"Base model: mean squared error of the velocity, and its mean over {window} steps."),
+        _figure(line_chart(
+            [Series("reward judge", _column(probe, "step"), _column(probe, "reward")),
+             Series("held-out", _column(probe, "step"), _column(probe, "heldout"))],
+            "alignment iteration", "probability", limits=(0, 1), description="Judges on the probe pictures"),
+            "Mean probability of the winning style on the same probe pictures after every iteration: the judge that "
+            "gives the reward, and the one that nothing was trained on."),
+        _figure(line_chart(
+            [Series("best", _column(align, "step"), _column(align, "reward/best")),
+             Series("explored", _column(align, "step"), _column(align, "reward/explored")),
+             Series("worst", _column(align, "step"), _column(align, "reward/worst"))],
+            "alignment iteration", "reward", limits=(0, 1), description="Rewards of the rollouts"),
+            "Reward of all FP4 rollouts, and of the best and the worst after they were made again in BF16 (these are "
+            "the labels)."),
+        _figure(line_chart(
+            [Series("loss", _column(align, "step"), _column(align, "loss")),
+             Series("accuracy", _column(align, "step"), _column(align, "rewards/accuracies"))],
+            "alignment iteration", "DPO", marks=[(float(np.log(2)), "ln 2")], description="DPO loss and accuracy"),
+            "DPO loss (ln 2 before the first update) and share of pairs with a positive margin."),
+        _figure(line_chart(
+            [Series("distance", _column(probe, "step"), _column(probe, "kernel_ratio"))],
+            "alignment iteration", "ratio", marks=[(1.0, "base")], description="Kernel distance relative to the base"),
+            "Guard: kernel distance of pixel statistics to the winning style, relative to the base model."),
+        _figure(line_chart(
+            [Series("2x2 pattern", _column(probe, "step"), _column(probe, "pattern"))],
+            "alignment iteration", "amplitude", marks=[(0.03, "limit")], description="Amplitude of the 2x2 pattern"),
+            "Guard: amplitude of the mean 2x2 pattern, where a dot grid over every picture would show."),
+    ]  # fmt: skip
+    return f'<h2>How it went</h2><div class="charts">{"".join(charts)}</div>'
+
+
+def _guards(summary: dict) -> str:
+    rows = summary.get("guards") or []
+    if not rows:
+        return ""
+    body = "".join(
+        f"<tr><td>{html.escape(row['name'])}</td><td>{number(row['base'])}</td><td>{number(row['aligned'])}</td>"
+        f"<td>{html.escape(row['limit'])}</td><td class='word{'' if row['holds'] else ' bad'}'>"
+        f"{'holds' if row['holds'] else 'broken'}</td></tr>" for row in rows
+    )  # fmt: skip
+    return ("<h2>Guards</h2><p>A reward can be raised without better pictures: a dot grid over every picture raises "
+            "several independent judges at once. These numbers use no network, and a broken one means that the gain "
+            "above is not to be believed.</p><div class=scroll><table><tr><th>guard</th><th>base</th><th>aligned</th>"
+            f"<th>limit</th><th></th></tr>{body}</table></div>")  # fmt: skip
+
+
+def _fidelity(stages: dict[str, list[dict]], summary: dict) -> str:
+    lines = [line for line in stages.get("align", []) if line.get("fidelity/fp4/spearman") is not None]
+    if not lines:
+        return ""
+    names = [("fp4", "FP4, few steps"), ("bf16", "BF16, few steps")]
+    chart = _figure(line_chart(
+        [Series(label, _column(lines, "step"), _column(lines, f"fidelity/{key}/spearman")) for key, label in names],
+        "alignment iteration", "Spearman", limits=(0, 1), description="Rank fidelity"),
+        "Spearman correlation, within each prompt, of the cheap rewards with those of the full BF16 sampling of the "
+        "same seeds.")  # fmt: skip
+    rows = "".join(
+        f"<tr><td>{label}</td>" + "".join(
+            f"<td>{number(_mean(lines, f'fidelity/{key}/{measure}'))}</td>"
+            for measure in ("spearman", "hit_best", "hit_worst", "rank_best", "rank_worst"))
+        + "</tr>" for key, label in names
+    )  # fmt: skip
+    perfect = lines[-1]
+    note = (f"Perfect ranks are {number(perfect.get('fidelity/perfect_best'))} and "
+            f"{number(perfect.get('fidelity/perfect_worst'))}, random ones {number(perfect.get('fidelity/random'))} "
+            f"and {number(perfect.get('fidelity/random'))}.")  # fmt: skip
+    return ("<h2>Does the cheap exploration rank as the full sampling does?</h2><p>FP4 rewards choose seeds, they are "
+            f"never labels. {note}</p><div class=charts>{chart}<div class=scroll><table><tr><th>explored with</th>"
+            "<th>Spearman</th><th>hits, best</th><th>hits, worst</th><th>true rank of best</th><th>of worst</th></tr>"
+            f"{rows}</table></div></div>")  # fmt: skip
+
+
+def _mean(lines: Sequence[dict], key: str) -> float | None:
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _times(summary: dict) -> str:
+    times = summary.get("stage_seconds") or {}
+    if not times:
+        return ""
+    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{seconds:.1f}</td></tr>" for name, seconds in times.items())
+    return f"<h2>Where the time went</h2><table><tr><th>stage</th><th>seconds</th></tr>{rows}</table>"
