@@ -1,0 +1,130 @@
+"""Elementwise work in one pass: a compiled CPU kernel where the arrays allow, else plain `xp` code.
+
+The plain functions (``plain_*``) are what the kernels are tested against and what float64 and CuPy arrays run
+on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .xp import is_host, namespace
+
+
+def _kernels() -> Any:
+    from ..backends import cpu_norm  # numba is imported with the first kernel
+
+    return cpu_norm
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)), without overflow on either side."""
+    xp = namespace(x)
+    e = xp.exp(-xp.abs(x))
+    return xp.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(x.dtype, copy=False)
+
+
+def plain_silu(x: Any) -> Any:
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def plain_silu_vjp(g: Any, x: Any) -> Any:
+    """g times the derivative of SiLU, s * (1 + x * (1 - s)) with s = sigmoid(x)."""
+    s = sigmoid(x)
+    return g * (s * (1 + x * (1 - s)))
+
+
+def silu(x: Any) -> Any:
+    """x * sigmoid(x), any shape."""
+    return _kernels().silu(x) if is_host(x) else plain_silu(x)
+
+
+def silu_vjp(g: Any, x: Any) -> Any:
+    """Gradient of `silu` for the output gradient `g`."""
+    if is_host(x) and g.dtype == x.dtype:
+        return _kernels().silu_vjp(namespace(x).ascontiguousarray(g), x)
+    return plain_silu_vjp(g, x)
+
+
+def plain_group_norm(x: Any, shift: Any, weight: Any, bias: Any, groups: int, eps: float, act: bool) -> tuple:
+    """(y, mean, rstd) for x (N, P, C) + shift (N, C); mean and rstd are (N, C), repeated inside a group."""
+    xp = namespace(x)
+    n, pixels, channels = x.shape
+    v = x if shift is None else x + shift[:, None, :]
+    grouped = v.reshape(n, pixels, groups, channels // groups)
+    mean = grouped.mean(axis=(1, 3), keepdims=True)
+    var = xp.square(grouped - mean).mean(axis=(1, 3), keepdims=True)
+    rstd = 1 / xp.sqrt(var + eps)
+    width = channels // groups
+    mean = xp.repeat(mean.reshape(n, groups), width, axis=1).astype(x.dtype, copy=False)
+    rstd = xp.repeat(rstd.reshape(n, groups), width, axis=1).astype(x.dtype, copy=False)
+    y = (v - mean[:, None]) * rstd[:, None] * weight + bias
+    return (plain_silu(y) if act else y), mean, rstd
+
+
+def plain_group_norm_vjp(
+    g: Any, x: Any, shift: Any, weight: Any, bias: Any, groups: int, act: bool, mean: Any, rstd: Any
+) -> tuple:
+    """(dx, dshift, dweight, dbias) of `plain_group_norm` (Wu and He 2018, differentiated by hand)."""
+    xp = namespace(x)
+    n, pixels, channels = x.shape
+    v = x if shift is None else x + shift[:, None, :]
+    h = (v - mean[:, None]) * rstd[:, None]
+    if act:
+        g = plain_silu_vjp(g, h * weight + bias)
+
+    def group_mean(t):
+        means = t.reshape(n, pixels, groups, channels // groups).mean(axis=(1, 3))
+        return xp.repeat(means, channels // groups, axis=1)[:, None]
+
+    gw = g * weight
+    dx = rstd[:, None] * (gw - group_mean(gw) - h * group_mean(gw * h))
+    return dx, dx.sum(axis=1), (g * h).sum(axis=(0, 1)), g.sum(axis=(0, 1))
+
+
+def group_norm(x: Any, shift: Any, weight: Any, bias: Any, groups: int, eps: float, act: bool) -> tuple:
+    """(y, mean, rstd); x (N, P, C), shift (N, C) or None, `act` applies SiLU."""
+    if is_host(x) and weight.dtype == x.dtype:
+        xp = namespace(x)
+        if shift is None:
+            shift = xp.zeros((x.shape[0], x.shape[2]), x.dtype)
+        return _kernels().group_norm(x, xp.ascontiguousarray(shift), weight, bias, groups, eps, act)
+    return plain_group_norm(x, shift, weight, bias, groups, eps, act)
+
+
+def group_norm_vjp(
+    g: Any, x: Any, shift: Any, weight: Any, bias: Any, groups: int, act: bool, mean: Any, rstd: Any
+) -> tuple:
+    """(dx, dshift, dweight, dbias) of `group_norm`."""
+    if is_host(x) and weight.dtype == x.dtype:
+        xp = namespace(x)
+        if shift is None:
+            shift = xp.zeros((x.shape[0], x.shape[2]), x.dtype)
+        args = (xp.ascontiguousarray(shift), weight, bias, groups, act, mean, rstd)
+        return _kernels().group_norm_vjp(xp.ascontiguousarray(g, dtype=x.dtype), x, *args)
+    return plain_group_norm_vjp(g, x, shift, weight, bias, groups, act, mean, rstd)
+
+
+def softmax(x: Any, axis: int = -1) -> Any:
+    """exp(x - max) / sum along `axis`."""
+    xp = namespace(x)
+    e = xp.exp(x - x.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def upsample_nearest(x: Any) -> Any:
+    """Each pixel of x (N, H, W, C) four times: (N, 2H, 2W, C)."""
+    xp = namespace(x)
+    n, h, w, c = x.shape
+    return xp.broadcast_to(x[:, :, None, :, None], (n, h, 2, w, 2, c)).reshape(n, 2 * h, 2 * w, c)
+
+
+def upsample_nearest_vjp(g: Any) -> Any:
+    """Sum of each 2 x 2 patch of g (N, 2H, 2W, C)."""
+    n, h, w, c = g.shape
+    t = g.reshape(n, h // 2, 2, w // 2, 2, c)
+    out = t[:, :, 0, :, 0] + t[:, :, 0, :, 1]
+    out += t[:, :, 1, :, 0]
+    out += t[:, :, 1, :, 1]
+    return out
