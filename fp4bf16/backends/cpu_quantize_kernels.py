@@ -1,0 +1,509 @@
+"""The quantisers as numba kernels over rows: bit-equal to `python_ref.quantize`, whose comments hold the rules.
+
+Every kernel works on rows ``start`` to ``stop`` of a flat C-contiguous array, one block of 16 (32) lanes at a time.
+`mode` is a sum of CODES (write packed and scale), VALUES (write the decoded values) and STATS (row norms). Counts go
+to `total`, int64 (5,): see CLIPPED to NONFINITE. float32 operations are the reference's, in its order; float64 is
+used for statistics alone.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from numba import njit
+
+from . import simd
+from .simd import bits, count, from_bits, lane, load, max_lane, offset, pointer, select, splat, store, sum_lanes, to_f64
+
+CODES, VALUES, STATS = 1, 2, 4
+CLIPPED, UNDERFLOWED, ZERO, OVERFLOW, NONFINITE = range(5)
+
+f32, i32 = np.float32, np.int32
+# x + 1.5 * 2^(23 - n) rounds x to a multiple of 2^-n, half to even, and leaves x * 2^n in the low bits.
+ROUND_HALF, ROUND_ONE, ROUND_TWO = f32(1.5 * 2**22), f32(1.5 * 2**23), f32(1.5 * 2**24)
+ROUND_16TH, ROUND_512TH = f32(1.5 * 2**19), f32(1.5 * 2**14)
+BITS_HALF, BITS_ONE, BITS_TWO = (i32(v.view(i32)) for v in (ROUND_HALF, ROUND_ONE, ROUND_TWO))
+BITS_512TH = i32(ROUND_512TH.view(i32))
+INF_BITS, ABS, SIGN = i32(0x7F800000), i32(0x7FFFFFFF), i32(-0x80000000)
+FLT_MAX, SIXTH = np.finfo(f32).max, f32(1) / f32(6)
+FLT_TINY = np.finfo(f32).tiny
+# Clipping is counted beyond what the rounding of 1/s can cause.
+SIX_PLUS, TOP_PLUS = f32(6 * (1 + 2**-20)), f32(448 * (1 + 2**-20))
+TWO, FOUR, SIX, FINE_MAX, NAN = f32(2), f32(4), f32(6), f32(255 / 16), f32(np.nan)
+MIN_EXPONENT = -119
+
+E8M0 = np.append(np.ldexp(f32(1), np.arange(255) - 127), f32(np.nan)).astype(f32)  # (256,)
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(f32)  # (256,)
+BYTE = np.array([8 * (7 + k) + m for k in range(-6, 6) for m in (0, 2, 4)] + [0x68], np.uint8)  # (37,)
+SCALE = E4M3[BYTE]  # (37,) the scales of nvfp4_exact
+INVERSE = f32(1) / SCALE
+# (4m)^2 4^k. Block errors are sums of 16 squares of multiples of 1/16 under 10, so that float32 holds them and these
+# products exactly: the integers of the reference, in another unit.
+WEIGHT = np.array([m * m * 4.0**k for k in range(-6, 6) for m in (4, 5, 6)] + [16 * 4.0**6], f32)
+_BELOW = np.append(f32(0.75) * SCALE[0], SCALE[:-1])
+PAIR_EDGE = SIX * (_BELOW + np.array([0.5, 0.5, 0.625] * 12 + [0.5], f32) * (SCALE - _BELOW))
+# Candidates of the fast search: [lower or upper part of the interval, g].
+_G = np.arange(37)
+PAIR_A = np.clip(np.stack([_G - 1, _G - (_G % 3 == 1)]), 0, 36)
+PAIR_B = np.clip(np.stack([_G + 1, _G + (_G % 3 != 1)]), 0, 36)
+
+kernel = njit(nogil=True, cache=True, error_model="numpy")
+inline = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
+
+
+# ---- scalars ---------------------------------------------------------------------------------------------------------
+@inline
+def scalar_bits(x):
+    return lane(bits(splat(x)), 0)
+
+
+@inline
+def scalar_from_bits(b):
+    return lane(from_bits(splat(i32(b))), 0)
+
+
+@inline
+def power_of_two(e):
+    return scalar_from_bits((e + 127) << 23)
+
+
+@inline
+def outer_exponent(amax_bits):
+    """Least e >= -119 with amax <= 288 * 2^e; 0 for amax 0. 288 = 1.125 * 2^8."""
+    if amax_bits == 0:
+        return 0
+    e = (amax_bits >> 23) - 127 - 8 + ((amax_bits & 0x7FFFFF) > 0x100000)
+    return max(e, MIN_EXPONENT)
+
+
+@inline
+def e4m3_byte(y):
+    """E4M3 byte of 0 <= y <= 448, half to even."""
+    if y < f32(2**-6):
+        return scalar_bits(y + ROUND_512TH) - BITS_512TH
+    b = scalar_bits(y)
+    return ((b + i32(0x7FFFF) + ((b >> 20) & 1)) >> 20) - 960
+
+
+@inline
+def scale_index(amax_bits):
+    """Index of the least of the 37 scales with 6 s >= amax; thresholds 1.125, 1.5, 1.875 within an octave."""
+    fraction = amax_bits & 0x7FFFFF
+    step = (fraction > 0x100000) + (fraction > 0x400000) + (fraction > 0x700000)
+    return min(max(3 * ((amax_bits >> 23) - 127) + 11 + step, 0), 36)
+
+
+# ---- 16 lanes --------------------------------------------------------------------------------------------------------
+@inline
+def load_block(x, base, n):
+    """Up to 16 elements; what lies beyond `n` reads as zero."""
+    return load(x, base) if n >= 16 else simd.load_first(x, base, n)
+
+
+@inline
+def store_block(out, base, n, value):
+    if n >= 16:
+        store(out, base, value)
+    else:
+        simd.store_first(out, base, n, value)
+
+
+@inline
+def minimum(a, b):
+    return select(a < b, a, splat(b))
+
+
+@inline
+def e2m1_value(v):
+    """0 <= v <= 6 rounded to {0, .5, 1, 1.5, 2, 3, 4, 6}, half to even: the step is .5 under 2, 1 under 4, then 2."""
+    magic = select(v < FOUR, select(v < TWO, splat(ROUND_HALF), splat(ROUND_ONE)), splat(ROUND_TWO))
+    return (v + magic) - magic
+
+
+@inline
+def e2m1_code(v):
+    """Code of the same: the rounded multiple of the step, plus 0, 2 or 4."""
+    low, middle = v < TWO, v < FOUR
+    magic = select(middle, select(low, splat(ROUND_HALF), splat(ROUND_ONE)), splat(ROUND_TWO))
+    zero = select(
+        middle,
+        select(low, splat(i32(BITS_HALF)), splat(i32(BITS_ONE - 2))),
+        splat(i32(BITS_TWO - 4)),
+    )
+    return bits(v + magic) - zero
+
+
+@inline
+def sign_code(x_bits):
+    return (x_bits >> i32(28)) & i32(8)
+
+
+@inline
+def with_sign(value, x_bits):
+    return from_bits(bits(value) | (x_bits & SIGN))
+
+
+@inline
+def e4m3_codes(a):
+    """E4M3 bytes, int32 lanes, of 0 <= a <= 448."""
+    b = bits(a)
+    normal = ((b + i32(0x7FFFF) + ((b >> i32(20)) & i32(1))) >> i32(20)) - i32(960)
+    return select(a < f32(2**-6), bits(a + ROUND_512TH) - BITS_512TH, normal)
+
+
+@inline
+def e4m3_values(b):
+    """float32 values of E4M3 bytes in int32 lanes, sign and NaN included."""
+    a = b & i32(0x7F)
+    value = select(a < i32(8), simd.to_f32(a) * f32(2**-9), from_bits((a << i32(20)) + i32(120 << 23)))
+    return from_bits(bits(select(a == i32(0x7F), splat(NAN), value)) | ((b & i32(0x80)) << i32(24)))
+
+
+@inline
+def e2m1_decode(c):
+    """Twice the value of codes 0..15, float32: an integer, so that no subnormal number appears on the way."""
+    a = c & i32(7)
+    twice = select(a < i32(4), a, select(a < i32(6), (a << i32(1)) - i32(4), (a << i32(2)) - i32(16)))
+    return from_bits(bits(simd.to_f32(twice)) | ((c & i32(8)) << i32(28)))
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+@inline
+def row_amax(x, base, k):
+    """Bits of the largest finite magnitude of a row."""
+    top = splat(i32(0))
+    for j in range(0, k, 16):
+        a = bits(load_block(x, base + j, k - j)) & ABS
+        top = select(a > top, a, top)
+    amax = max_lane(top)
+    if amax < INF_BITS:
+        return amax
+    top = splat(i32(0))
+    for j in range(0, k, 16):
+        a = bits(load_block(x, base + j, k - j)) & ABS
+        a = select(a < INF_BITS, a, splat(i32(0)))
+        top = select(a > top, a, top)
+    return max_lane(top)
+
+
+@kernel
+def amax_rows(x, k, start, stop, amax):
+    x, amax = pointer(x), pointer(amax)
+    for r in range(start, stop):
+        amax[r] = scalar_from_bits(row_amax(x, r * k, k))
+
+
+@inline
+def candidate_error(a, index):
+    """Squared error of the block `a` >= 0 under scale `index`, in the reference's integers times 4^-10."""
+    v = a * INVERSE[index]
+    fine = (minimum(v, FINE_MAX) + ROUND_16TH) - ROUND_16TH
+    d = fine - e2m1_value(minimum(v, SIX))
+    return sum_lanes(d * d) * WEIGHT[index]
+
+
+@inline
+def search_full(a, g):
+    best_index = max(g - 1, 0)
+    best = candidate_error(a, best_index)
+    for c in range(3):
+        index = min(g + c, 36)
+        error = candidate_error(a, index)
+        better = error < best
+        best_index = index if better else best_index
+        best = error if better else best
+    return best_index
+
+
+@inline
+def search_fast(a, amax, g):
+    upper = 1 if amax > PAIR_EDGE[g] else 0
+    first, second = PAIR_A[upper, g], PAIR_B[upper, g]
+    return second if candidate_error(a, second) < candidate_error(a, first) else first
+
+
+@inline
+def write_empty(mode, bad, nan_byte, at, base, n, packed, scale, values):
+    """A 16-lane part of a block of zeros, or of one that holds NaN or Inf."""
+    if mode & CODES:
+        simd.store_nibbles(packed, 8 * at, splat(i32(0)))
+        scale[0] = nan_byte if bad else 0
+    if mode & VALUES:
+        store_block(values, base, n, splat(NAN if bad else f32(0)))
+
+
+@inline
+def add_counts(total, clipped, underflowed, zero, overflow, nonfinite):
+    total[CLIPPED] += clipped
+    total[UNDERFLOWED] += underflowed
+    total[ZERO] += zero
+    total[OVERFLOW] += overflow
+    total[NONFINITE] += nonfinite
+
+
+@inline
+def squares(x_bits, q):
+    """float64 lanes of x^2, q^2, (|x| - q)^2."""
+    x64, q64 = to_f64(from_bits(x_bits & ABS)), to_f64(q)
+    d64 = x64 - q64
+    return x64 * x64, q64 * q64, d64 * d64
+
+
+@inline
+def write_sums(sums, r, norm, norm_q, norm_e):
+    sums[3 * r], sums[3 * r + 1], sums[3 * r + 2] = sum_lanes(norm), sum_lanes(norm_q), sum_lanes(norm_e)
+
+
+@kernel
+def exact_rows(x, k, start, stop, decode, find_outer, full, mode, packed, scale, values, sums, total):
+    x, decode, total, sums = pointer(x), pointer(decode), pointer(total), pointer(sums)
+    packed, scale, values = pointer(packed), pointer(scale), pointer(values)
+    blocks = (k + 15) // 16
+    clipped = underflowed = zero = overflow = nonfinite = 0
+    for r in range(start, stop):
+        if find_outer:
+            decode[r] = power_of_two(outer_exponent(row_amax(x, r * k, k)))
+        outer = decode[r]
+        encode = f32(1) / outer
+        norm = norm_q = norm_e = splat(np.float64(0))
+        for b in range(blocks):
+            base, n, at = r * k + 16 * b, k - 16 * b, r * blocks + b
+            x_bits = bits(load_block(x, base, n))
+            top = max_lane(x_bits & ABS)
+            if top == 0 or top >= INF_BITS:
+                zero += top == 0
+                nonfinite += top != 0
+                write_empty(mode, top != 0, 0x7F, at, base, n, packed, offset(scale, at), values)
+                continue
+            a = from_bits(x_bits & ABS) * encode
+            amax = scalar_from_bits(top) * encode
+            g = scale_index(scalar_bits(amax))
+            index = search_full(a, g) if full else search_fast(a, amax, g)
+            v = a * INVERSE[index]
+            clipped += count(v > SIX_PLUS)
+            overflow += amax > f32(288)
+            underflowed += amax < f32(6 * 2**-6)
+            v = minimum(v, SIX)
+            if mode & CODES:
+                simd.store_nibbles(packed, 8 * at, e2m1_code(v) | sign_code(x_bits))
+                scale[at] = BYTE[index]
+            if mode & (VALUES | STATS):
+                q = (e2m1_value(v) * SCALE[index]) * outer
+                if mode & VALUES:
+                    store_block(values, base, n, with_sign(q, x_bits))
+                if mode & STATS:
+                    x2, q2, d2 = squares(x_bits, q)
+                    norm, norm_q, norm_e = norm + x2, norm_q + q2, norm_e + d2
+        if mode & STATS:
+            write_sums(sums, r, norm, norm_q, norm_e)
+    add_counts(total, clipped, underflowed, zero, overflow, nonfinite)
+
+
+# ---- nvfp4 -------------------------------------------------------------------------------------------------------
+@inline
+def nvfp4_multiplier(byte, decode):
+    return min(f32(1) / (E4M3[byte] * decode), FLT_MAX)
+
+
+@inline
+def four_over_six_error(a, byte, decode, amax, bound6, absolute):
+    """Summed in lane order in float32: the order is part of the rule."""
+    code = e2m1_value(minimum(a * nvfp4_multiplier(byte, decode), SIX))
+    d = ((code * E4M3[byte]) * amax) / splat(bound6) - a
+    term = from_bits(bits(d) & ABS) if absolute else d * d
+    return simd.sum_in_order(term)
+
+
+@inline
+def four_over_six_byte(a, top, encode, decode, amax, bound6, absolute):
+    base = top / SIX * encode
+    byte4, byte6 = e4m3_byte(min(base * f32(1.5), f32(448))), e4m3_byte(min(base, f32(448)))
+    error4 = four_over_six_error(a, byte4, decode, amax, bound6, absolute)
+    return byte4 if error4 < four_over_six_error(a, byte6, decode, amax, bound6, absolute) else byte6
+
+
+@kernel
+def nvfp4_rows(
+    x, k, start, stop, amax, encode, decode, find_outer, rule, bound6, mode, packed, scale, values, sums, total
+):
+    """`rule`: 0 Transformer Engine, 1 four-over-six by squared error, 2 by absolute error."""
+    x, decode, total, sums = pointer(x), pointer(decode), pointer(total), pointer(sums)
+    packed, scale, values, amax, encode = (
+        pointer(packed), pointer(scale), pointer(values), pointer(amax), pointer(encode),
+    )  # fmt: skip
+    blocks = (k + 15) // 16
+    clipped = underflowed = zero = overflow = nonfinite = 0
+    for r in range(start, stop):
+        if find_outer:
+            amax[r] = scalar_from_bits(row_amax(x, r * k, k))
+            s = min(bound6 / amax[r], FLT_MAX)
+            encode[r] = f32(1) if amax[r] == 0 or s == 0 else s
+            decode[r] = f32(1) / encode[r]
+        s_sixth = encode[r] * SIXTH
+        norm = norm_q = norm_e = splat(np.float64(0))
+        for b in range(blocks):
+            base, n, at = r * k + 16 * b, k - 16 * b, r * blocks + b
+            x_bits = bits(load_block(x, base, n))
+            top_bits = max_lane(x_bits & ABS)
+            if top_bits == 0 or top_bits >= INF_BITS:
+                zero += top_bits == 0
+                nonfinite += top_bits != 0
+                write_empty(mode, top_bits != 0, 0x7F, at, base, n, packed, offset(scale, at), values)
+                continue
+            a = from_bits(x_bits & ABS)
+            top = scalar_from_bits(top_bits)
+            unrounded = top * s_sixth
+            if rule == 0:
+                byte = e4m3_byte(min(unrounded, f32(448)))
+            else:
+                byte = four_over_six_byte(a, top, encode[r], decode[r], amax[r], bound6, rule == 2)
+            v = a * nvfp4_multiplier(byte, decode[r])
+            clipped += count(v > SIX_PLUS) if byte else 0
+            overflow += unrounded > f32(464)
+            underflowed += byte == 0
+            v = minimum(v, SIX)
+            if mode & CODES:
+                simd.store_nibbles(packed, 8 * at, e2m1_code(v) | sign_code(x_bits))
+                scale[at] = byte
+            if mode & (VALUES | STATS):
+                q = (e2m1_value(v) * E4M3[byte]) * decode[r]
+                if mode & VALUES:
+                    store_block(values, base, n, with_sign(q, x_bits))
+                if mode & STATS:
+                    x2, q2, d2 = squares(x_bits, q)
+                    norm, norm_q, norm_e = norm + x2, norm_q + q2, norm_e + d2
+        if mode & STATS:
+            write_sums(sums, r, norm, norm_q, norm_e)
+    add_counts(total, clipped, underflowed, zero, overflow, nonfinite)
+
+
+# ---- mxfp4 -------------------------------------------------------------------------------------------------------
+@kernel
+def mxfp4_rows(x, k, start, stop, rounding, mode, packed, scale, values, sums, total):
+    """`rounding` is added to the bits of amax before its exponent is read."""
+    x, total, sums = pointer(x), pointer(total), pointer(sums)
+    packed, scale, values = pointer(packed), pointer(scale), pointer(values)
+    blocks = (k + 31) // 32
+    clipped = underflowed = zero = nonfinite = 0
+    for r in range(start, stop):
+        norm = norm_q = norm_e = splat(np.float64(0))
+        for b in range(blocks):
+            base, n, at = r * k + 32 * b, k - 32 * b, r * blocks + b
+            first, second = bits(load_block(x, base, n)), bits(load_block(x, base + 16, n - 16))
+            a, c = first & ABS, second & ABS
+            top = max_lane(select(a > c, a, c))
+            if top == 0 or top >= INF_BITS:
+                zero += top == 0
+                nonfinite += top != 0
+                for h in range(2):
+                    write_empty(mode, top != 0, 0xFF, 2 * at + h, base + 16 * h, n - 16 * h, packed,
+                                offset(scale, at), values)  # fmt: skip
+                continue
+            exponent = ((top + rounding) >> 23) - 2
+            underflowed += exponent < 0
+            byte = max(exponent, 0)
+            inverse, s = scalar_from_bits((254 - byte) << 23), E8M0[byte]
+            for h in range(2):
+                x_bits = second if h else first
+                v = from_bits(x_bits & ABS) * inverse
+                clipped += count(v > SIX_PLUS)
+                v = minimum(v, SIX)
+                if mode & CODES:
+                    simd.store_nibbles(packed, 16 * at + 8 * h, e2m1_code(v) | sign_code(x_bits))
+                    scale[at] = byte
+                if mode & (VALUES | STATS):
+                    q = e2m1_value(v) * s
+                    if mode & VALUES:
+                        store_block(values, base + 16 * h, n - 16 * h, with_sign(q, x_bits))
+                    if mode & STATS:
+                        x2, q2, d2 = squares(x_bits, q)
+                        norm, norm_q, norm_e = norm + x2, norm_q + q2, norm_e + d2
+        if mode & STATS:
+            write_sums(sums, r, norm, norm_q, norm_e)
+    add_counts(total, clipped, underflowed, zero, 0, nonfinite)
+
+
+# ---- fp8 ---------------------------------------------------------------------------------------------------------
+@kernel
+def fp8_rows(x, k, start, stop, decode, find_outer, mode, packed, values, sums, total):
+    x, decode, total, sums = pointer(x), pointer(decode), pointer(total), pointer(sums)
+    packed, values = pointer(packed), pointer(values)
+    clipped = nonfinite = 0
+    for r in range(start, stop):
+        if find_outer:
+            amax = scalar_from_bits(row_amax(x, r * k, k))
+            decode[r] = f32(1) if amax == 0 else max(amax / f32(448), FLT_TINY)
+        outer = decode[r]
+        encode = f32(1) / outer
+        norm = norm_q = norm_e = splat(np.float64(0))
+        for base in range(r * k, (r + 1) * k, 16):
+            n = (r + 1) * k - base
+            x_bits = bits(load_block(x, base, n))
+            bad = (x_bits & ABS) >= INF_BITS
+            nonfinite += count(bad)
+            v = from_bits(x_bits & ABS) * encode
+            clipped += count(v > TOP_PLUS)
+            byte = select(bad, splat(i32(0x7F)), e4m3_codes(minimum(v, f32(448))) | ((x_bits >> i32(24)) & i32(0x80)))
+            if mode & CODES:
+                simd.store_bytes(packed, base, n, byte)
+            if mode & (VALUES | STATS):
+                q = e4m3_values(byte) * outer
+                if mode & VALUES:
+                    store_block(values, base, n, q)
+                if mode & STATS:
+                    x2, q2, d2 = squares(x_bits, from_bits(bits(q) & ABS))
+                    norm, norm_q, norm_e = norm + x2, norm_q + q2, norm_e + d2
+        if mode & STATS:
+            write_sums(sums, r, norm, norm_q, norm_e)
+    add_counts(total, clipped, 0, 0, 0, nonfinite)
+
+
+# ---- back --------------------------------------------------------------------------------------------------------
+@kernel
+def dequantize_rows(packed, scale, outer, half_scale, block, k, start, stop, out):
+    """(code * block scale) * outer scale; `half_scale` (256,) is half of each scale byte's value, `block` 16 or 32."""
+    packed, scale, outer, out = pointer(packed), pointer(scale), pointer(outer), pointer(out)
+    half_scale = pointer(half_scale)
+    parts, per_row = (k + 15) // 16, (k + block - 1) // block
+    for r in range(start, stop):
+        for p in range(parts):
+            s = half_scale[scale[r * per_row + 16 * p // block]]
+            twice = e2m1_decode(simd.load_nibbles(packed, (r * per_row * block >> 1) + 8 * p))
+            store_block(out, r * k + 16 * p, k - 16 * p, (twice * s) * outer[r])
+
+
+@kernel
+def dequantize_fp8_rows(packed, outer, k, start, stop, out):
+    packed, outer, out = pointer(packed), pointer(outer), pointer(out)
+    for r in range(start, stop):
+        for base in range(r * k, (r + 1) * k, 16):
+            n = (r + 1) * k - base
+            store_block(out, base, n, e4m3_values(simd.load_bytes(packed, base, n)) * outer[r])
+
+
+@kernel
+def expand_blocks(packed, scale, half_scale, start, stop, out):
+    """E4M3 bytes of 16-element blocks `start` to `stop`; returns how many products E4M3 does not hold."""
+    packed, scale, out, half_scale = pointer(packed), pointer(scale), pointer(out), pointer(half_scale)
+    inexact = 0
+    for b in range(start, stop):
+        value = e2m1_decode(simd.load_nibbles(packed, 8 * b)) * half_scale[scale[b]]
+        magnitude = bits(value) & ABS
+        bad = magnitude > INF_BITS
+        byte = e4m3_codes(minimum(from_bits(magnitude), f32(448))) | ((bits(value) >> i32(24)) & i32(0x80))
+        byte = select(bad, splat(i32(0x7F)), byte)
+        inexact += 16 - count(bad) - count(e4m3_values(byte) == value)
+        simd.store_bytes(out, 16 * b, 16, byte)
+    return inexact
+
+
+@kernel
+def round_bf16(x, start, stop, out):
+    """bfloat16 of x, half to even: to uint16 as bits, to float32 as values. NaN stays NaN."""
+    x, out = pointer(x), pointer(out)
+    for base in range(start, stop, 16):
+        b = bits(load_block(x, base, stop - base))
+        rounded = (b + ((b >> i32(16)) & i32(1)) + i32(0x7FFF)) & i32(-0x10000)
+        quiet = (b & SIGN) | i32(0x7FC00000)
+        rounded = select((b & ABS) > INF_BITS, quiet, rounded)
+        store_block(out, base, stop - base, from_bits(rounded))
