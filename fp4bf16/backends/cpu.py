@@ -1,0 +1,30 @@
+"""The CPU function table. A kernel's module, and numba with it, is imported when the kernel is first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+#: kernel -> module of this package that holds it
+_HOME = {
+    **dict.fromkeys(
+        ("amax_rows", "dequantize_rows", "expand_rows", "fake_quantize_rows", "quantize_rows", "round_bf16"),
+        "cpu_quantize",
+    ),
+    **dict.fromkeys(
+        ("ACTIVATIONS", "batched", "dense", "fake_quantized_matrix", "plain_matrix", "product", "quantized_matrix"),
+        "cpu_gemm",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"the CPU backend has no function {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __package__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

@@ -1,0 +1,296 @@
+"""Matrix products on the CPU: rows of an operand are rounded, decoded or quantised a panel at a time, then sgemm.
+
+    product(A (M, K), B (K, N)) -> out (M, N)
+
+The longer of M and N is cut into one range a thread. Its operand is made in panels that fit the second-level cache
+and are overwritten by the next one; the shorter operand is made once, shared by the threads, and freed on return.
+So a packed weight never has an FP32 copy that outlives the call. BLAS runs one thread inside each chunk.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+import numpy as np
+from numba import njit
+
+from ..formats import Format, QuantizedArray
+from ..interop import BFLOAT16, wrap
+from . import cpu_quantize as quantizer
+from .threads import parallel_chunks
+
+_PANEL_BYTES = 1 << 20  # of one panel: half of a usual second-level cache
+_PANEL_ROWS = 128  # but never fewer rows: sgemm packs the other operand anew for every panel
+_CHUNK_FLOPS = 6_000_000  # least work worth waking a thread for (about 0.07 ms)
+_CHUNK_ELEMENTS = 1 << 16  # the same for conversions
+
+Finish = Callable[[np.ndarray, slice, slice], None]
+
+
+# ---- conversions ---------------------------------------------------------------------------------------------------
+
+
+@njit(nogil=True, cache=True)
+def _widen(x, y):
+    """float32 bits of BF16 bits, (rows, k) each, any strides."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            y[i, j] = np.uint32(x[i, j]) << np.uint32(16)
+
+
+@njit(nogil=True, cache=True)
+def _narrow(x, y):
+    """BF16 bits nearest to float32 bits, ties to even; NaN stays NaN."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            b = x[i, j]
+            r = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            nan = (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            y[i, j] = np.uint16((b >> np.uint32(16)) | np.uint32(0x40)) if nan else np.uint16(r)
+
+
+@njit(nogil=True, cache=True)
+def _gelu(x):
+    """x Phi(x) in place, exact: erfc of the float64 value, so that the negative tail keeps its digits."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            v = float(x[i, j])
+            x[i, j] = 0.5 * v * math.erfc(-0.7071067811865476 * v)
+
+
+def _silu(x: np.ndarray) -> None:
+    """x / (1 + exp(-x)) in place; exp overflows to inf and the quotient to -0, as it should."""
+    with np.errstate(over="ignore"):
+        t = np.exp(-x)
+        t += 1
+        x /= t
+
+
+#: In place on a float32 or float64 panel (rows, columns).
+ACTIVATIONS: dict[str, Callable[[np.ndarray], None]] = {"silu": _silu, "gelu": _gelu}
+
+
+def store(y: np.ndarray, out: np.ndarray) -> None:
+    """out[...] = y, both (rows, columns), rounded once to out's dtype."""
+    if out.dtype == BFLOAT16 and y.dtype == np.float32:
+        _narrow(y.view(np.uint32), out.view(np.uint16))
+    else:
+        with np.errstate(over="ignore"):  # float16: beyond 65504 is inf, without a warning from a worker thread
+            out[...] = y
+
+
+_local = threading.local()
+
+
+def _scratch(name: str, shape: tuple[int, int], dtype) -> np.ndarray:
+    """This thread's panel called `name`, grown when needed and kept: fresh pages would cost as much as decoding."""
+    size = shape[0] * shape[1] * np.dtype(dtype).itemsize
+    buffer = getattr(_local, name, None)
+    if buffer is None or buffer.nbytes < size:
+        buffer = np.empty(size, np.uint8)
+        setattr(_local, name, buffer)
+    return buffer[:size].view(dtype).reshape(shape)
+
+
+# ---- operands, by rows along which the last axis is contiguous ------------------------------------------------------
+
+
+class Values:
+    """Rows of a float array (rows, k), rounded to BF16 or as they are; float64 is kept only when `exact`."""
+
+    def __init__(self, x: np.ndarray, rounding: bool, exact: bool = False):
+        self.x, self.shape = x, x.shape
+        self.dtype = np.dtype(np.float64 if exact and x.dtype == np.float64 else np.float32)
+        self.rounding = rounding and x.dtype != BFLOAT16
+        self.direct = x.dtype == self.dtype and not self.rounding
+
+    def fill(self, start: int, stop: int, panel: np.ndarray) -> None:
+        part = self.x[start:stop]
+        if part.dtype == BFLOAT16:
+            _widen(part.view(np.uint16), panel.view(np.uint32))
+            return
+        if part.dtype != panel.dtype or not part.flags.c_contiguous:
+            panel[...] = part
+            part = panel
+        if self.rounding:
+            quantizer.round_bf16(part, panel)
+        elif part is not panel:
+            panel[...] = part
+
+
+class Codes:
+    """Rows of a quantised array, decoded; rounded to BF16 for the BF16 track where a format's values need it."""
+
+    direct, dtype = False, np.dtype(np.float32)
+
+    def __init__(self, packed, block_scale, outer, fmt, shape: tuple[int, int], rounding: bool = False):
+        self.packed, self.block_scale, self.outer, self.fmt = packed, block_scale, outer, fmt
+        self.shape = shape
+        self.rounding = rounding and fmt.name not in ("nvfp4_exact", "mxfp4")  # those are BF16 numbers already
+
+    def fill(self, start: int, stop: int, panel: np.ndarray) -> None:
+        rows = slice(start, stop)
+        outer = self.outer if self.outer is None or self.outer.size == 1 else self.outer[rows]
+        scale = None if self.block_scale is None else self.block_scale[rows]
+        quantizer.dequantize_rows(self.packed[rows], scale, outer, self.fmt, self.shape[1], panel)
+        if self.rounding:
+            quantizer.round_bf16(panel, panel)
+
+
+class Quantised:
+    """Rows of a float array as the quantiser would give them back; codes are never stored."""
+
+    direct, dtype = False, np.dtype(np.float32)
+
+    def __init__(self, x: np.ndarray, fmt: Format, search: str):
+        self.x, self.fmt, self.search, self.shape = x, fmt, search, x.shape
+        self.amax = None  # of each row, found on the way
+        if fmt.default_outer == "tensor":
+            amax = quantizer.amax_rows(x)
+            self.amax = np.full(x.shape[0], amax.max(initial=np.float32(0)), np.float32)
+
+    def fill(self, start: int, stop: int, panel: np.ndarray) -> None:
+        rows = slice(start, stop)
+        amax = None if self.amax is None else self.amax[rows]
+        quantizer.fake_quantize_rows(self.x[rows], self.fmt, None, self.search, panel, amax=amax)
+
+
+Rows = Values | Codes | Quantised
+
+
+def whole(rows: Rows) -> np.ndarray:
+    """All rows as one array (rows, k): a view where nothing has to be done, else new memory filled by all threads."""
+    if rows.direct:
+        return rows.x
+    array = np.empty(rows.shape, rows.dtype)
+    least = -(-_CHUNK_ELEMENTS // max(1, rows.shape[1]))
+    parallel_chunks(rows.shape[0], lambda start, stop: rows.fill(start, stop, array[start:stop]), least)
+    return array
+
+
+def _panel(rows: Rows, start: int, stop: int, name: str) -> np.ndarray:
+    if rows.direct:
+        return rows.x[start:stop]
+    panel = _scratch(name, (stop - start, rows.shape[1]), rows.dtype)
+    rows.fill(start, stop, panel)
+    return panel
+
+
+# ---- the product ---------------------------------------------------------------------------------------------------
+
+
+class Matrix:
+    """`rows` seen as a matrix, or as its transpose."""
+
+    __slots__ = ("rows", "transposed", "shape")
+
+    def __init__(self, rows: Rows, transposed: bool = False):
+        self.rows, self.transposed = rows, transposed
+        self.shape = rows.shape[::-1] if transposed else rows.shape
+
+    @property
+    def T(self) -> Matrix:
+        return Matrix(self.rows, not self.transposed)
+
+    def whole(self, scratch: bool = False) -> np.ndarray:
+        """As an array: new memory, or this thread's scratch where the caller knows that it is small."""
+        array = _panel(self.rows, 0, self.rows.shape[0], "whole") if scratch else whole(self.rows)
+        return array.T if self.transposed else array
+
+
+def plain_matrix(x: np.ndarray, rounding: bool, exact: bool = False) -> Matrix:
+    """A float array (rows, k) of any dtype and strides; its contiguous axis becomes the rows' own."""
+    by_columns = x.shape[0] > 1 and x.shape[1] > 1 and x.strides[0] == x.itemsize
+    return Matrix(Values(x.T if by_columns else x, rounding, exact), by_columns)
+
+
+def fake_quantized_matrix(x: np.ndarray, fmt: Format, search: str, right: bool) -> Matrix:
+    """A float array (rows, K), or as right operand (K, columns), quantised on the fly along K."""
+    return Matrix(Quantised(x.T if right else x, fmt, search), transposed=right)
+
+
+def _parts(q: QuantizedArray):
+    """packed (rows, bytes), block_scale (rows, blocks) or None, outer float32 (rows,) or None, as NumPy arrays."""
+    packed, scale, outer = (None if p is None else wrap(p, "operand").array
+                            for p in (q.packed, q.block_scale, q.outer_scale))  # fmt: skip
+    rows = q.rows
+    if outer is not None:
+        outer = np.ascontiguousarray(np.broadcast_to(outer, (*q.lead, 1)).reshape(rows), np.float32)
+    flat = [None if p is None else np.ascontiguousarray(p.reshape(rows, p.shape[-1])) for p in (packed, scale)]
+    return (*flat, outer)
+
+
+def quantized_matrix(q: QuantizedArray, rounding: bool = False) -> Matrix:
+    """A quantised array in which the blocked axis is the last (rows flattened) or, of two, the first."""
+    rows = Codes(*_parts(q), q.format, (q.rows, q.k), rounding)
+    return Matrix(rows, transposed=q.ndim > 1 and q.axis == 0)
+
+
+def dense(q: QuantizedArray, rounding: bool = False) -> np.ndarray:
+    """A quantised array decoded to float32 in its logical shape, whatever the order of its axes."""
+    rows = Codes(*_parts(q), q.format, (q.rows, q.k), rounding)
+    return whole(rows).reshape(q.stored_shape).transpose(q.order)
+
+
+def product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None = None) -> None:
+    """out (M, N) = A (M, K) @ B (K, N), then ``finish(y, rows, columns)`` in place on each accumulated panel.
+
+    Accumulates in float32 (float64 where an operand is exact float64) and rounds once to out's dtype.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    if m == 0 or n == 0:
+        return
+    by_rows = m >= n  # the longer side is cut into threads and panels, the other operand is made whole
+    length, other = max(m, n), min(m, n)
+    cut, kept = (a, b) if by_rows else (b, a)
+    streamed = cut.transposed != by_rows  # a panel is a range of stored rows; else it would be a strided gather
+    accumulator = np.result_type(a.rows.dtype, b.rows.dtype)
+    fixed = kept.whole(scratch=k * other * accumulator.itemsize <= _PANEL_BYTES)
+    made = None if streamed else cut.whole()
+    most = max(_PANEL_ROWS, _PANEL_BYTES // (accumulator.itemsize * max(k, other, 1)))
+
+    def chunk(first: int, last: int) -> None:
+        parts = -(-(last - first) // most)
+        for i in range(parts):
+            start, stop = first + (last - first) * i // parts, first + (last - first) * (i + 1) // parts
+            part = slice(start, stop)
+            if streamed:
+                panel = _panel(cut.rows, start, stop, "panel")
+                left, right = (panel, fixed) if by_rows else (fixed, panel.T)
+            else:
+                left, right = (made[part], fixed) if by_rows else (fixed, made[:, part])
+            rows, columns = (part, slice(0, n)) if by_rows else (slice(0, m), part)
+            _multiply(left, right, out[rows, columns], accumulator, finish, rows, columns)
+
+    parallel_chunks(length, chunk, -(-_CHUNK_FLOPS // max(1, 2 * k * other)))
+
+
+def _multiply(left, right, target, accumulator, finish, rows, columns) -> None:
+    """One product of panels into `target`, with the epilogue on the accumulators."""
+    direct = target.dtype == accumulator
+    y = target if direct else _scratch("y", target.shape, accumulator)
+    np.matmul(left, right, out=y)
+    if finish is not None:
+        finish(y, rows, columns)
+    if not direct:
+        store(y, target)
+
+
+def batched(a: np.ndarray, b: np.ndarray, out: np.ndarray, finish: Finish | None = None) -> None:
+    """out (batch..., M, N) = a (..., M, K) @ b (..., K, N) with broadcast leading axes, both made whole before.
+
+    `finish` sees each matrix of the batch with ``rows`` a slice of the flattened (batch * M) rows.
+    """
+    lead, (m, n) = out.shape[:-2], out.shape[-2:]
+    a, b = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
+    accumulator = np.result_type(a.dtype, b.dtype)
+
+    def chunk(first: int, last: int) -> None:
+        for i in range(first, last):
+            at = np.unravel_index(i, lead)
+            rows = slice(i * m, (i + 1) * m)
+            _multiply(a[at], b[at], out[at], accumulator, finish, rows, slice(0, n))
+
+    parallel_chunks(math.prod(lead), chunk, -(-_CHUNK_FLOPS // max(1, 2 * m * n * a.shape[-1])))

@@ -1,0 +1,158 @@
+"""A weight on two tracks at once: BF16 master, FP4 twin of the residual, low-rank BF16 branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import NonFiniteError, ShapeError
+from .formats import Format, QuantizedArray, get_format
+from .interop import BFLOAT16, float_operand, unwrap
+
+_RANDOMISED_ABOVE = 1024  # longest side for which the whole SVD is computed
+_OVERSAMPLING, _POWER_STEPS = 16, 3
+
+
+def low_rank(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """float32 factors (K, r), (r, N) of the best rank-r approximation of `w`, singular values shared evenly.
+
+    Above 1024 a side by a randomised range finder with power steps (Halko, Martinsson and Tropp, arXiv:0909.4061,
+    algorithms 4.4 and 5.1), from a fixed seed: the same weight always gives the same factors.
+    """
+    if rank == 0 or w.size == 0:
+        return np.zeros((w.shape[0], 0), np.float32), np.zeros((0, w.shape[1]), np.float32)
+    if max(w.shape) > _RANDOMISED_ABOVE and rank + _OVERSAMPLING < min(w.shape):
+        w = w.astype(np.float32, copy=False)
+        draw = np.random.Generator(np.random.Philox(key=0)).standard_normal
+        q = w @ draw((w.shape[1], rank + _OVERSAMPLING), np.float32)
+        for _ in range(_POWER_STEPS):
+            q = w @ (w.T @ np.linalg.qr(q)[0])
+        q = np.linalg.qr(q)[0]
+        u, s, vt = np.linalg.svd(q.T @ w, full_matrices=False)
+        u = q @ u
+    else:
+        u, s, vt = np.linalg.svd(w.astype(np.float64), full_matrices=False)
+    root = np.sqrt(s[:rank])
+    return (u[:, :rank] * root).astype(np.float32), (root[:, None] * vt[:rank]).astype(np.float32)
+
+
+class DualWeight:
+    """W (K, N) as ``W ~ down @ up + twin``: what ``matmul(x, w)`` multiplies on the dual track.
+
+    The product is ``Q(x) @ twin + bf16(x @ down) @ up`` (Li et al., "SVDQuant", arXiv:2411.05007): FP4 for the bulk,
+    a BF16 branch of rank `rank` for the directions that carry most of the weight. Outlier rows of W (columns of x)
+    are left out of both and multiplied in BF16.
+
+    Args:
+        w: (K, N), float array of NumPy or PyTorch. A bfloat16 array *is* the master, not copied: change it in place
+            (an optimizer step) and call `refresh`. Other dtypes are rounded into a master of its own.
+        rank: columns of `down`; 0 for no branch; at most min(K, N), larger is cut to that.
+        format: FP4 format of the twin and of x in the product.
+        outliers: how many rows of W stay in BF16, those of the largest norm, or their indices (columns of x that
+            are known to hold outliers).
+
+    Attributes:
+        master: bfloat16 (K, N). twin: `QuantizedArray` of the residual, blocked along K. down: bfloat16 (K, rank).
+        up: bfloat16 (rank, N). outlier_index: int64 (outliers,). Arrays are of the caller's framework.
+
+    Raises:
+        ShapeError: `w` has not two axes, or an outlier index lies outside K. NonFiniteError: `w` holds NaN or Inf.
+
+    >>> import numpy as np, fp4bf16 as fb
+    >>> w = fb.DualWeight(np.random.default_rng(0).standard_normal((64, 32)), rank=4)
+    >>> w
+    DualWeight(shape (64, 32), rank 4, nvfp4_exact twin, 0 outlier rows, 6144 bytes)
+    >>> fb.matmul(np.ones((2, 64), np.float32), w).shape
+    (2, 32)
+    """
+
+    def __init__(self, w: Any, rank: int = 32, format: str | Format = "nvfp4_exact",
+                 outliers: int | Sequence[int] = 0):  # fmt: skip
+        operand = float_operand(w, "w")
+        if operand.array.ndim != 2:
+            raise ShapeError(f"DualWeight: w has shape {operand.shape}, but two axes (K, N) are needed; "
+                             f"reshape it to a matrix")  # fmt: skip
+        if int(rank) != rank or rank < 0:
+            raise ValueError(f"DualWeight: rank is {rank!r}, but a whole number of at least 0 is needed")
+        self.framework, self.shape, self.format = operand.framework, operand.shape, get_format(format)
+        self.rank = min(int(rank), *self.shape)
+        self._outliers = outliers
+        if operand.array.dtype == BFLOAT16:
+            self.master = w
+        else:
+            self.master = unwrap(operand.array.astype(BFLOAT16), self.framework)
+        self.refresh()
+
+    def refresh(self, w: Any = None) -> DualWeight:
+        """Make branch and twin anew from the master, after writing `w` (K, N) into it if given; returns self."""
+        from .quantize import quantize
+
+        master = float_operand(self.master, "master").array
+        if w is not None:
+            new = float_operand(w, "w").array
+            if new.shape != self.shape:
+                raise ShapeError(f"refresh: w has shape {new.shape} but the master has shape {self.shape}; "
+                                 f"pass a weight of the master's shape")  # fmt: skip
+            master[...] = new.astype(BFLOAT16)
+        dense = master.astype(np.float32)
+        if not np.isfinite(dense).all():
+            raise NonFiniteError(f"DualWeight: {np.size(dense) - np.isfinite(dense).sum()} of the {dense.size} elements "
+                                 f"of w are NaN or Inf; repair the weight first")  # fmt: skip
+        self.outlier_index = self._choose_outliers(dense)
+        self._outlier_rows = dense[self.outlier_index]  # (outliers, N) float32 of BF16 values
+        dense[self.outlier_index] = 0
+        down, up = (m.astype(BFLOAT16) for m in low_rank(dense, self.rank))
+        self._down, self._up = down.astype(np.float32), up.astype(np.float32)
+        # From the rounded factors, so that the twin absorbs their rounding. Outlier rows stay exactly zero: D is
+        # orthogonal to them only up to rounding.
+        residual = dense - self._down @ self._up
+        residual[self.outlier_index] = 0
+        self._down[self.outlier_index] = 0
+        down[self.outlier_index] = 0
+        self.down, self.up = unwrap(down, self.framework), unwrap(up, self.framework)
+        self.twin: QuantizedArray = quantize(unwrap(residual, self.framework), self.format, axis=0)
+        self._norms = None  # the certificate's, made when first asked for
+        return self
+
+    def _choose_outliers(self, dense: np.ndarray) -> np.ndarray:
+        k = self.shape[0]
+        if not isinstance(self._outliers, int | np.integer):
+            index = np.unique(np.asarray(self._outliers, np.int64))
+            if index.size and not (0 <= index[0] and index[-1] < k):
+                bad = index[0] if index[0] < 0 else index[-1]
+                raise ShapeError(f"DualWeight: outliers holds row {bad}, but w {self.shape} has rows 0 to {k - 1}")
+            return index
+        if not 0 <= self._outliers <= k:
+            raise ShapeError(f"DualWeight: outliers is {self._outliers}, but w {self.shape} has {k} rows; "
+                             f"choose between 0 and {k}")  # fmt: skip
+        norms = np.square(dense, dtype=np.float64).sum(1)
+        return np.sort(np.argsort(-norms, kind="stable")[: self._outliers])
+
+    # ---- what the product needs ----------------------------------------------------------------------------------
+    def branch_factors(self) -> tuple[np.ndarray, np.ndarray]:
+        """float32 (K, r + outliers) and (r + outliers, N): the branch with the outlier rows as further ranks."""
+        if not self.outlier_index.size:
+            return self._down, self._up
+        unit = np.zeros((self.shape[0], self.outlier_index.size), np.float32)
+        unit[self.outlier_index, np.arange(self.outlier_index.size)] = 1
+        return np.hstack([self._down, unit]), np.vstack([self._up, self._outlier_rows])
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of master, twin, branch and outlier rows (which are rows of the master: not counted twice)."""
+        k, n = self.shape
+        return 2 * k * n + self.twin.nbytes + 2 * self.rank * (k + n)
+
+    def __repr__(self) -> str:
+        return (f"DualWeight(shape {self.shape}, rank {self.rank}, {self.format} twin, {self.outlier_index.size} outlier "
+                f"rows, {self.nbytes} bytes)")  # fmt: skip

@@ -1,0 +1,188 @@
+"""Matrix products with NumPy's semantics on the FP4, the BF16 and the dual track, and their gradients.
+
+Left operands are blocked along their last axis, right ones along their second last: both along K.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .dispatch import backend_for, check_stream
+from .dual import DualWeight
+from .errors import ShapeError, nearest
+from .formats import Format
+from .gemm_vjp import branch_vjp, linear_vjp, matmul_vjp
+from .interop import output
+from .operands import (
+    Arg,
+    as_arg,
+    branch,
+    check_axis,
+    check_frameworks,
+    choose_format,
+    choose_track,
+    left_matrix,
+    linear_weight,
+    memory_of,
+    part_of_dual,
+    result_dtype_of,
+    right_matrix,
+    shapes,
+    whole_operand,
+)
+
+__all__ = ["DualWeight", "branch_vjp", "linear", "linear_vjp", "matmul", "matmul_vjp"]
+
+
+# ---- epilogue ------------------------------------------------------------------------------------------------------
+
+
+class _Epilogue:
+    """activation(y + bias) + residual on panels of float32 (float64 on the reference track) accumulators."""
+
+    def __init__(self, op, bias, activation, residual, shape, exact, kernels):
+        self.args = [as_arg(x, name) for x, name in ((bias, "bias"), (residual, "residual")) if x is not None]
+        self.activation = self.bias = self.residual = None
+        columns = shape[-1] if shape else 1
+        if activation is not None:
+            if activation not in kernels.ACTIVATIONS:
+                raise ValueError(f"{op}: activation: {activation!r} is not an activation"
+                                 f"{nearest(activation, kernels.ACTIVATIONS)}")  # fmt: skip
+            self.activation = kernels.ACTIVATIONS[activation]
+        for arg in self.args:
+            want = (columns,) if arg.name == "bias" else shape
+            if arg.array is None or arg.shape != want:
+                raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
+                                 f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} the result; "
+                                 f"broadcast it to that shape first")  # fmt: skip
+            flat = arg.array.reshape(-1, columns) if columns else arg.array.reshape(0, 0)
+            if arg.name == "bias":
+                self.bias = flat[0].astype(np.float64 if exact else np.float32)
+            else:
+                self.residual = flat
+        self.empty = not self.args and activation is None
+
+    def __call__(self, y: np.ndarray, rows: slice, columns: slice) -> None:
+        if self.bias is not None:
+            y += self.bias[columns]
+        if self.activation is not None:
+            self.activation(y)
+        if self.residual is not None:
+            y += self.residual[rows, columns]
+
+
+# ---- the product ---------------------------------------------------------------------------------------------------
+
+
+def _compute(kernels, a: Arg, b: Arg, track: str, fmt: Format, target: np.ndarray, lead, finish) -> None:
+    """target (..., M, N), two axes at least, = a @ b on `track` with `finish` applied to the panels."""
+    if len(b.shape) <= 2:
+        rows = target.reshape(-1, target.shape[-1]) if target.ndim != 2 else target
+        left, right = left_matrix(kernels, a, track, fmt), right_matrix(kernels, b, track, fmt)
+        kernels.product(left, right, rows, finish)
+        return
+    x, w = whole_operand(kernels, a, track, fmt, right=False), whole_operand(kernels, b, track, fmt, right=True)
+    kernels.batched(x[None] if x.ndim == 1 else x, w, target, finish)
+
+
+def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify, out, stream, dtype, format):
+    check_stream(op, stream)
+    track = choose_track(op, track, a, b)
+    result_dtype = result_dtype_of(op, dtype, a, b)
+    fmt = choose_format(format, a, b)
+    shape, lead = shapes(op, a, b)
+    inputs = memory_of(a, b)
+    b, dual = part_of_dual(b, track)
+    check_axis(op, a, False, track)
+    check_axis(op, b, True, track)
+    kernels = backend_for(a, b)
+    epilogue = _Epilogue(op, bias, activation, residual, shape, track == "reference", kernels)
+    framework = check_frameworks(op, [a, b, *epilogue.args])
+    array, result = output(op, out, shape, result_dtype, framework, (*inputs, *memory_of(*epilogue.args)))
+    # 1-D operands are a row or a column: their axis is put in here and is not in `shape`
+    full = lead + (a.shape[-2] if len(a.shape) > 1 else 1, b.shape[-1] if len(b.shape) > 1 else 1)
+    target = array.reshape(full)
+    if target.ndim > 2 and not target.flags.c_contiguous:  # its rows cannot be flattened without a copy
+        target = np.empty(full, result_dtype)
+    finish = None if epilogue.empty else epilogue
+    if dual is not None:
+        a, hidden, up = branch(kernels, a, dual)
+
+        def finish(y, rows, columns):  # FP4 products first, the branch into the same accumulators
+            y += hidden[rows] @ up[:, columns]
+            epilogue(y, rows, columns)
+
+    _compute(kernels, a, b, track, fmt, target, lead, finish)
+    if not np.may_share_memory(target, array):
+        array.reshape(full)[...] = target
+    return result
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    track: str | None = None,
+    bias: Any = None,
+    activation: str | None = None,
+    residual: Any = None,
+    certify: bool = False,
+    out: Any = None,
+    stream: Any = None,
+    dtype: Any = None,
+    format: str | Format | None = None,
+):
+    """``activation(a @ b + bias) + residual`` on one of the tracks, with the shapes of ``np.matmul``.
+
+    Args:
+        a: (..., M, K) or (K,): float array, or a `QuantizedArray` blocked along its last axis.
+        b: (..., K, N) or (K,): float array, `QuantizedArray` blocked along its second last axis, or `DualWeight`.
+        track: "bf16": operands rounded to bfloat16, FP32 sums. "fp4": plain operands are quantised on the fly (a
+            with ``search="fast"``, b with "full"), prepared ones used as they are. "dual": FP4 product plus the BF16
+            branch of a DualWeight. "reference": nothing is rounded, computed in the operands' own dtype. Omitted:
+            "dual" for a DualWeight, "fp4" where an operand is a QuantizedArray, else "bf16".
+        bias: (N,), added first. activation: "silu" or "gelu" (exact, by erf). residual: shape of the result, added
+            last. All in FP32 on the accumulators.
+        certify: also return a `Certificate` of the distance to the BF16 track; b must have two axes at most.
+        out: array for the result, sharing no memory with an input. dtype: dtype of the result; default: that of the
+            plain operands (float32 if both are quantised, or for a mixture; float64 for a mixture with float64).
+        stream: must be None for host arrays. format: FP4 format of operands quantised on the fly; default: that of
+            the prepared operand, else "nvfp4_exact".
+
+    Returns:
+        Array of the caller's framework, or ``(array, Certificate)`` with ``certify=True``.
+
+    Raises:
+        ShapeError: shapes, or the axis that an operand is blocked along, do not fit. DTypeError: not a float dtype.
+        TypeError: mixed frameworks; track "dual" without a DualWeight. NonFiniteError: NaN or Inf in an operand that
+            is quantised.
+
+    >>> import numpy as np, fp4bf16 as fb
+    >>> a, b = np.ones((2, 32), np.float32), np.full((32, 3), 0.5, np.float32)
+    >>> fb.matmul(a, fb.quantize(b, axis=-2), track="fp4")[0]
+    array([16., 16., 16.], dtype=float32)
+    """
+    a, b = as_arg(a, "a"), as_arg(b, "b")
+    return _matmul("matmul", a, b, track, bias, activation, residual, certify, out, stream, dtype, format)
+
+
+def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
+    """``x @ weight.T + bias`` with a weight (N, K) as PyTorch and diffusers keep it.
+
+    Args:
+        x: (..., K). weight: (N, K) float array or `QuantizedArray` blocked along its last axis, or a `DualWeight`
+            (K, N). bias: (N,). Other arguments as for `matmul`.
+
+    >>> import numpy as np, fp4bf16 as fb
+    >>> fb.linear(np.ones((4, 32), np.float32), np.ones((8, 32), np.float32), np.ones(8, np.float32))[0, 0]
+    np.float32(33.0)
+    """
+    x, w = as_arg(x, "x"), linear_weight("linear", x, weight)
+    names = ("track", "activation", "residual", "certify", "out", "stream", "dtype", "format")
+    for name in kwargs:
+        if name not in names:
+            raise TypeError(f"linear: unexpected argument {name!r}{nearest(name, names)}")
+    rest = [kwargs.get(name) for name in names]
+    return _matmul("linear", x, w, rest[0], bias, *rest[1:])

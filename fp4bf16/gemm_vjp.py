@@ -1,0 +1,228 @@
+"""Gradients of `matmul` and `linear`: BF16 products with FP32 sums, straight through the quantiser.
+
+dA = g B'^T and dB = A'^T g, with A' and B' the operands that the forward pass multiplied and g rounded to bfloat16
+(Bengio et al., arXiv:1308.3432; the backward of Transformer Engine's NVFP4 recipe keeps high precision likewise).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .dispatch import backend_for
+from .dual import DualWeight
+from .errors import ShapeError, nearest
+from .formats import Format, QuantizedArray
+from .interop import output
+from .operands import (
+    Arg,
+    as_arg,
+    branch,
+    check_axis,
+    check_frameworks,
+    choose_format,
+    choose_track,
+    left_matrix,
+    linear_weight,
+    part_of_dual,
+    right_matrix,
+    shapes,
+    whole_operand,
+)
+
+
+def _unbroadcast(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Sum over the axes that broadcasting added to or stretched in an operand of `shape`."""
+    extra = gradient.ndim - len(shape)
+    if extra:
+        gradient = gradient.sum(tuple(range(extra)))
+    stretched = tuple(i for i, n in enumerate(shape) if n == 1 and gradient.shape[i] != 1)
+    return gradient.sum(stretched, keepdims=True) if stretched else gradient
+
+
+class _Backward:
+    """What one backward call multiplies: checked operands, the track, and which form of a and b it uses."""
+
+    def __init__(self, op, g, a: Arg, b: Arg, track, save, backward, format):
+        self.g, self.a, self.b = as_arg(g, "g"), a, b
+        if self.g.array is None:
+            raise TypeError(f"{op}: g is a {type(g).__name__}, but a gradient is a plain float array")
+        for name, value, known in (("save", save, ("fp4", "bf16")), ("backward", backward, ("track", "master"))):
+            if value not in known:
+                raise ValueError(f"{op}: {name}: {value!r} is not known{nearest(value, known)}")
+        self.track, self.fmt = choose_track(op, track, a, b), choose_format(format, a, b)
+        shape, self.lead = shapes(op, a, b)
+        if self.g.shape != shape:
+            raise ShapeError(f"{op}: g has shape {self.g.shape} but the product of {a.name} {a.shape} and {b.name} "
+                             f"{b.shape} has shape {shape}; pass the gradient of that product")  # fmt: skip
+        self.framework = check_frameworks(op, [self.g, a, b])
+        self.kernels = backend_for(a, b)
+        self.rounding = self.track != "reference"
+        quantized = self.track in ("fp4", "dual")
+        self.track_a = "bf16" if quantized and save == "bf16" else self.track
+        self.track_b = "bf16" if quantized and backward == "master" else self.track
+        self.used_b, self.dual = part_of_dual(b, self.track_b)
+        if self.track_b == "bf16" and self.track != "bf16" and isinstance(b.value, QuantizedArray):
+            raise TypeError(f"{op}: backward is 'master' but {b.name} is a QuantizedArray, which has none; "
+                            f"pass the BF16 weight or a DualWeight")  # fmt: skip
+        if self.track_a == "bf16" and self.track != "bf16" and isinstance(a.value, QuantizedArray):
+            raise TypeError(f"{op}: save is 'bf16' but {a.name} is a QuantizedArray; pass the input unquantised")
+        check_axis(op, a, False, self.track)
+        check_axis(op, self.used_b, True, self.track_b)
+        m, n = a.shape[-2] if len(a.shape) > 1 else 1, b.shape[-1] if len(b.shape) > 1 else 1
+        self.full = self.g.array.reshape(*self.lead, m, n)
+
+    def g_rows(self):
+        rows = self.full.reshape(math.prod(self.full.shape[:-1]), self.full.shape[-1])
+        return self.kernels.plain_matrix(rows, rounding=self.rounding, exact=not self.rounding)
+
+    def g_whole(self) -> np.ndarray:
+        return self.g_rows().whole().reshape(self.full.shape)
+
+    def result(self, arg: Arg, shape=None) -> tuple[np.ndarray, Any]:
+        """A new gradient for `arg`, in its dtype (that of g where it is quantised)."""
+        dtype = arg.dtype if arg.dtype is not None else self.g.dtype
+        return output("vjp", None, arg.shape if shape is None else shape, dtype, self.framework)
+
+    def masked(self) -> Arg:
+        """a as the FP4 products saw it: on the dual track without the outlier columns."""
+        w = self.b.value
+        if self.track != "dual" or not w.outlier_index.size or self.track_a == "bf16":
+            return self.a
+        return branch(self.kernels, self.a, w)[0]
+
+    # ---- the two products --------------------------------------------------------------------------------------
+    def grad_a(self):
+        array, result = self.result(self.a)
+        if len(self.b.shape) > 2:
+            w = np.swapaxes(whole_operand(self.kernels, self.used_b, self.track_b, self.fmt, True), -1, -2)
+            self._batched(self.g_whole(), w, array, (1, self.a.shape[0]) if len(self.a.shape) == 1 else None)
+            return result
+        rows, finish = array.reshape(math.prod(self.a.shape[:-1]), self.a.shape[-1]), None
+        if self.dual is not None:  # da = g twin^T + (g up^T) down^T
+            down, up = self.dual.branch_factors()
+            through = self._through(up)
+
+            def finish(y, rows, columns):
+                y += through[rows] @ down[columns].T
+
+        right = right_matrix(self.kernels, self.used_b, self.track_b, self.fmt)
+        self.kernels.product(self.g_rows(), right.T, rows, finish)
+        return result
+
+    def _through(self, up: np.ndarray) -> np.ndarray:
+        """bf16(g up^T), (rows, r)."""
+        through = np.empty((math.prod(self.full.shape[:-1]), up.shape[0]), np.float32)
+        self.kernels.product(self.g_rows(), self.kernels.plain_matrix(up, rounding=False).T, through)
+        self.kernels.round_bf16(through, through)
+        return through
+
+    def grad_b(self, transposed: bool = False):
+        """The gradient of b; `transposed` gives it as (N, K), the shape of a `linear` weight."""
+        shape = self.b.shape[::-1] if transposed else self.b.shape
+        array, result = self.result(self.b, shape)
+        if len(self.b.shape) > 2:
+            x = whole_operand(self.kernels, self.a, self.track_a, self.fmt, False)
+            x = x[None] if x.ndim == 1 else x
+            self._batched(np.swapaxes(x, -1, -2), self.g_whole(), array, None)
+            return result
+        target = array.T if transposed else array.reshape(self.b.shape[0], self.full.shape[-1])
+        left = left_matrix(self.kernels, self.masked(), self.track_a, self.fmt)
+        self.kernels.product(left.T, self.g_rows(), target)
+        if self.track == "dual" and self.track_a != "bf16" and self.b.value.outlier_index.size:
+            index = self.b.value.outlier_index  # these rows met a in BF16
+            columns = self.a.array.reshape(-1, self.a.shape[-1])[:, index]
+            part = np.empty((index.size, target.shape[1]), np.float32)
+            self.kernels.product(self.kernels.plain_matrix(columns, rounding=True).T, self.g_rows(), part)
+            target[index] = part
+        return result
+
+    def _batched(self, x, y, array, shape) -> None:
+        """array = x @ y summed over the broadcast axes."""
+        lead = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        full = np.empty((*lead, x.shape[-2], y.shape[-1]), np.result_type(x, y))
+        self.kernels.batched(x, y, full)
+        array[...] = _unbroadcast(full, shape or array.shape).reshape(array.shape)
+
+
+def matmul_vjp(
+    g: Any,
+    a: Any,
+    b: Any,
+    *,
+    track: str | None = None,
+    save: str = "fp4",
+    backward: str = "track",
+    format: str | Format | None = None,
+):
+    """Gradients ``(da, db)`` of ``matmul(a, b)`` for the gradient `g` of its result.
+
+    Args:
+        g: gradient, of the product's shape. a, b, track, format: as for `matmul`; `a` may be the quantised input
+            that the forward pass kept (4.5 bits an element is all that db needs).
+        save: "fp4": db uses the decoded FP4 input on the FP4 and dual tracks; "bf16": the input itself.
+        backward: "track": da uses the decoded FP4 weight (and the branch); "master": the BF16 weight.
+
+    Returns:
+        da and db in the shapes of a and b, summed over broadcast axes, in their dtypes (that of g for a quantised
+        operand). For a `DualWeight` db is the gradient of the master, dequantize(a)^T g. On the "reference" track
+        they are exact to the operands' own precision.
+
+    >>> import numpy as np, fp4bf16 as fb
+    >>> a, b = np.ones((2, 16), np.float32), np.ones((16, 3), np.float32)
+    >>> da, db = fb.matmul_vjp(np.ones((2, 3), np.float32), a, b)
+    >>> float(da[0, 0]), float(db[0, 0])
+    (3.0, 2.0)
+    """
+    call = _Backward("matmul_vjp", g, as_arg(a, "a"), as_arg(b, "b"), track, save, backward, format)
+    return call.grad_a(), call.grad_b()
+
+
+def linear_vjp(
+    g: Any,
+    x: Any,
+    weight: Any,
+    *,
+    track: str | None = None,
+    save: str = "fp4",
+    backward: str = "track",
+    format: str | Format | None = None,
+):
+    """Gradients ``(dx, dweight, dbias)`` of ``linear(x, weight, bias)`` for the gradient `g` (..., N) of its result.
+
+    dweight has the shape of `weight`: (N, K), or (K, N) for a `DualWeight`. dbias (N,) is the sum of the rounded g.
+    Arguments as for `matmul_vjp`.
+
+    >>> import numpy as np, fp4bf16 as fb
+    >>> dx, dw, db = fb.linear_vjp(np.ones((4, 8), np.float32), np.ones((4, 32), np.float32), np.ones((8, 32)))
+    >>> dx.shape, dw.shape, db[0]
+    ((4, 32), (8, 32), np.float32(4.0))
+    """
+    w = linear_weight("linear_vjp", x, weight)
+    call = _Backward("linear_vjp", g, as_arg(x, "x"), w, track, save, backward, format)
+    rows = call.g_rows().whole()
+    dbias, result = output("vjp", None, rows.shape[-1:], call.g.dtype, call.framework)
+    dbias[...] = rows.sum(0)
+    return call.grad_a(), call.grad_b(transposed=not isinstance(weight, DualWeight)), result
+
+
+def branch_vjp(g: Any, a: Any, w: DualWeight, *, save: str = "fp4"):
+    """Gradients ``(ddown (K, r), dup (r, N))`` of the low-rank factors of ``matmul(a, w)`` on the dual track.
+
+    ddown = X^T (g up^T), X being the decoded FP4 input (an approximation that spares the BF16 input) or with
+    ``save="bf16"`` the input itself; dup = T^T g with T = bf16(a down). Outlier columns of ddown are zero.
+    """
+    call = _Backward("branch_vjp", g, as_arg(a, "a"), as_arg(w, "w"), "dual", save, "track", None)
+    kernels, rank = call.kernels, w.rank
+    _, hidden, _ = branch(kernels, call.a, w)
+    _, up = w.branch_factors()
+    through = kernels.plain_matrix(call._through(up[:rank]), rounding=False)
+    ddown, down_result = call.result(call.b, (w.shape[0], rank))
+    dup, up_result = call.result(call.b, (rank, w.shape[1]))
+    left = left_matrix(kernels, call.masked(), call.track_a, call.fmt)
+    kernels.product(left.T, through, ddown)
+    ddown[w.outlier_index] = 0
+    kernels.product(kernels.plain_matrix(hidden[:, :rank], rounding=False).T, call.g_rows(), dup)
+    return down_result, up_result

@@ -1,0 +1,236 @@
+"""Operands of a product at the door: what they are, whether they fit together, and as which matrices they multiply."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .dual import DualWeight
+from .errors import DTypeError, ShapeError
+from .formats import Format, QuantizedArray, get_format
+from .interop import FLOATS, float_operand, np_dtype, wrap
+from .tracks import resolve_track
+
+
+# ---- operands ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Arg:
+    """An operand at the door: its array (None for a `QuantizedArray` or `DualWeight`), logical shape, framework."""
+
+    value: Any
+    name: str
+    shape: tuple[int, ...]
+    framework: str
+    array: np.ndarray | None
+    dtype: np.dtype | None
+
+
+def as_arg(x: Any, name: str) -> Arg:
+    if isinstance(x, QuantizedArray):
+        return Arg(x, name, x.shape, wrap(x.packed, name).framework, None, None)
+    if isinstance(x, DualWeight):
+        return Arg(x, name, x.shape, x.framework, None, None)
+    o = float_operand(x, name)
+    return Arg(x, name, o.array.shape, o.framework, o.array, o.array.dtype)
+
+
+def transposed(arg: Arg) -> Arg:
+    """The operand with its two axes swapped, as a view."""
+    value, array = arg.value, arg.array
+    if array is not None:
+        value = array = array.T
+    else:
+        value = value.T
+    return Arg(value, arg.name, arg.shape[::-1], arg.framework, array, arg.dtype)
+
+
+def check_frameworks(op: str, args: list[Arg]) -> str:
+    for other in args[1:]:
+        if other.framework != args[0].framework:
+            raise TypeError(
+                f"{op}: {args[0].name} is a {args[0].framework} array but {other.name} is a {other.framework} array; "
+                f"convert one of them so that all operands come from one framework"
+            )
+    return args[0].framework
+
+
+def choose_track(op: str, track: str | None, a: Arg, b: Arg) -> str:
+    """Which row of the track table a call is on; the default follows from what the operands are."""
+    dual = isinstance(b.value, DualWeight)
+    if isinstance(a.value, DualWeight):
+        raise TypeError(f"{op}: {a.name} is a DualWeight, but it can only be the right operand; write x @ w with the "
+                        f"weight on the right")  # fmt: skip
+    quantized = isinstance(a.value, QuantizedArray) or isinstance(b.value, QuantizedArray)
+    track = resolve_track(track, "dual" if dual else "fp4" if quantized else "bf16")
+    if track == "dual" and not dual:
+        kind = "a QuantizedArray" if isinstance(b.value, QuantizedArray) else "a plain array"
+        raise TypeError(f"{op}: track is 'dual' but {b.name} is {kind}, which has no BF16 branch; "
+                        f"make it a fp4bf16.DualWeight or choose track='fp4' or 'bf16'")  # fmt: skip
+    return track
+
+
+def check_axis(op: str, arg: Arg, right: bool, track: str) -> None:
+    """A quantised operand of the FP4 track must be blocked along the contraction."""
+    q = arg.value
+    if not isinstance(q, QuantizedArray) or track not in ("fp4", "dual"):
+        return
+    want = max(0, q.ndim - 2) if right else q.ndim - 1
+    if q.axis != want:
+        side, place = ("right", "second last") if right else ("left", "last")
+        raise ShapeError(
+            f"{op}: {arg.name} {q.shape} is blocked along axis {q.axis}, but a {side} operand is blocked along its "
+            f"{place} axis, {want}; pass axis={-2 if right and q.ndim > 1 else -1} to quantize"
+        )
+
+
+def shapes(op: str, a: Arg, b: Arg) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape of the product, leading axes of it), by np.matmul's rules."""
+    for x in (a, b):
+        if not x.shape:
+            raise ShapeError(f"{op}: {x.name} has shape (), but at least one axis is needed; multiply by a number with *")
+    k_a, k_b = a.shape[-1], b.shape[-2 if len(b.shape) > 1 else 0]
+    if k_a != k_b:
+        raise ShapeError(
+            f"{op}: K of {a.name} {a.shape} is {k_a} but K of {b.name} {b.shape} is {k_b}; the last axis of {a.name} "
+            f"and the {'second last' if len(b.shape) > 1 else 'only'} axis of {b.name} must be equal"
+        )
+    lead = a.shape[:-2]
+    if len(b.shape) > 2:
+        try:
+            lead = np.broadcast_shapes(lead, b.shape[:-2])
+        except ValueError:
+            raise ShapeError(f"{op}: leading axes of {a.name} {a.shape} are {a.shape[:-2]} but those of {b.name} "
+                             f"{b.shape} are {b.shape[:-2]}; they must be equal or 1") from None  # fmt: skip
+    return lead + a.shape[-2:-1] + (b.shape[-1:] if len(b.shape) > 1 else ()), lead
+
+
+def result_dtype_of(op: str, dtype: Any, a: Arg, b: Arg) -> np.dtype:
+    if dtype is not None:
+        dtype = np_dtype(dtype, f"{op}: dtype")
+        if str(dtype) not in FLOATS:
+            raise DTypeError(f"{op}: dtype is {dtype}, but one of {', '.join(FLOATS)} is needed; leave it out for the "
+                             f"dtype of {a.name}")  # fmt: skip
+        return dtype
+    known = {x.dtype for x in (a, b) if x.dtype is not None}
+    if len(known) == 1:
+        return known.pop()
+    return np.dtype("float64" if np.dtype("float64") in known else "float32")
+
+
+# ---- as matrices ----------------------------------------------------------------------------------------------------
+
+
+def left_matrix(kernels, arg: Arg, track: str, fmt: Format):
+    """The left operand as a kernel matrix (rows, K), its leading axes flattened."""
+    q, k = arg.value, arg.shape[-1]
+    if arg.array is not None:
+        x = arg.array if arg.array.ndim == 2 else arg.array.reshape(math.prod(arg.shape[:-1]), k)
+        if track in ("fp4", "dual"):
+            return kernels.fake_quantized_matrix(x, fmt, "fast", right=False)
+        return kernels.plain_matrix(x, rounding=track == "bf16", exact=track == "reference")
+    if q.order == tuple(range(q.ndim)):
+        return kernels.quantized_matrix(q, rounding=track == "bf16")
+    x = kernels.dense(q, rounding=track == "bf16")
+    return kernels.plain_matrix(x.reshape(-1, k), rounding=False)
+
+
+def right_matrix(kernels, arg: Arg, track: str, fmt: Format):
+    """The right operand, one or two axes, as a kernel matrix (K, N)."""
+    q = arg.value
+    if arg.array is not None:
+        x = arg.array if arg.array.ndim == 2 else arg.array[:, None]
+        if track in ("fp4", "dual"):
+            return kernels.fake_quantized_matrix(x, fmt, "full", right=True)
+        return kernels.plain_matrix(x, rounding=track == "bf16", exact=track == "reference")
+    matrix = kernels.quantized_matrix(q, rounding=track == "bf16")
+    return matrix.T if q.ndim == 1 else matrix
+
+
+def whole_operand(kernels, arg: Arg, track: str, fmt: Format, right: bool) -> np.ndarray:
+    """An operand with any leading axes as one array of what is multiplied."""
+    if arg.array is None:
+        return kernels.dense(arg.value, rounding=track == "bf16")
+    x = arg.array
+    if track not in ("fp4", "dual"):
+        matrix = kernels.plain_matrix(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), rounding=track == "bf16", exact=track == "reference")
+        return matrix.whole().reshape(x.shape)
+    if right and x.ndim > 1:
+        x = np.swapaxes(x, -1, -2)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    used = kernels.fake_quantized_matrix(rows, fmt, "full" if right else "fast", right=False).whole().reshape(x.shape)
+    return np.swapaxes(used, -1, -2) if right and x.ndim > 1 else used
+
+
+def memory_of(*args: Arg) -> list[np.ndarray]:
+    """Memory that a result must not overlap."""
+    found = []
+    for arg in args:
+        if arg.array is not None:
+            found.append(arg.array)
+        elif isinstance(arg.value, DualWeight):
+            found.append(wrap(arg.value.master, arg.name).array)
+        else:
+            q = arg.value
+            found += [wrap(p, arg.name).array for p in (q.packed, q.block_scale, q.outer_scale) if p is not None]
+    return found
+
+
+def part_of_dual(b: Arg, track: str) -> tuple[Arg, DualWeight | None]:
+    """A DualWeight as what `track` multiplies: the master or the twin, and itself where its branch takes part."""
+    w = b.value
+    if not isinstance(w, DualWeight):
+        return b, None
+    part = as_arg(w.master if track in ("bf16", "reference") else w.twin, b.name)
+    return part, w if track == "dual" else None
+
+
+def branch(kernels, a: Arg, w: DualWeight) -> tuple[Arg, np.ndarray, np.ndarray]:
+    """(a without the outlier columns, T = bf16(a @ down) (rows, r), up (r, N)), float32.
+
+    An outlier column's "low-rank" column is a column of a itself, so its rounding changes nothing.
+    """
+    down, up = w.branch_factors()
+    left = left_matrix(kernels, a, "bf16", w.format)
+    hidden = np.empty((left.shape[0], down.shape[1]), np.float32)
+    kernels.product(left, kernels.plain_matrix(down, rounding=False), hidden)
+    kernels.round_bf16(hidden, hidden)
+    if w.outlier_index.size:
+        if a.array is None:
+            raise TypeError(f"a DualWeight with outlier rows needs {a.name} as a plain array, because its outlier "
+                            f"columns are taken out before it is quantised; pass {a.name} unquantised")  # fmt: skip
+        masked = a.array.copy()
+        masked[..., w.outlier_index] = 0
+        a = Arg(masked, a.name, a.shape, a.framework, masked, a.dtype)
+    return a, hidden, up
+
+
+def choose_format(format: str | Format | None, a: Arg, b: Arg) -> Format:
+    """The one asked for, else that of a prepared operand, else nvfp4_exact."""
+    if format is not None:
+        return get_format(format)
+    for x in (b.value, a.value):
+        if isinstance(x, QuantizedArray | DualWeight):
+            return x.format
+    return get_format("nvfp4_exact")
+
+
+def linear_weight(op: str, x: Any, weight: Any) -> Arg:
+    """The (N, K) weight as a right operand (K, N); a mismatch of K is told in the weight's own shape."""
+    w = as_arg(weight, "weight")
+    if len(w.shape) != 2:
+        raise ShapeError(f"{op}: weight has shape {w.shape}, but two axes (N, K) are needed; reshape it")
+    if isinstance(weight, DualWeight):
+        return w
+    k = x.shape[-1] if getattr(x, "shape", ()) else 0
+    if k != w.shape[1]:
+        raise ShapeError(f"{op}: K of x {tuple(x.shape)} is {k} but K of weight {w.shape} is {w.shape[1]}; weight is "
+                         f"(N, K), pass weight.T if it is (K, N)")  # fmt: skip
+    if isinstance(weight, QuantizedArray) and w.value.axis != 1:
+        raise ShapeError(f"{op}: weight {w.shape} is blocked along axis {w.value.axis}, but a weight (N, K) is blocked "
+                         f"along its last axis; pass axis=-1 to quantize")  # fmt: skip
+    return transposed(w)

@@ -1,0 +1,155 @@
+"""The distance between the FP4 and the BF16 result of a product, bounded from norms and estimated by a sketch.
+
+With X' the operand that the FP4 track multiplies and dX = X - X', likewise W' and dW,
+
+    X W - X' W' = dX W' + X dW,   so   |X W - X' W'|_F <= |dX|_F sigma(W') + |X|_F sigma(dW),
+
+sigma being the largest singular value. Every number that stands for a sigma here is an *upper* bound: power
+iteration would give a lower one and prove nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+#: Largest relative error of one rounding to a dtype, and the largest absolute one under its normal range.
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+SUBNORMAL_STEP = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-150, "float64": 2.0**-1075}
+#: |f(x) - f(y)| <= L |x - y|: the largest slope of each activation, rounded up.
+LIPSCHITZ = {None: 1.0, "silu": 1.0999, "gelu": 1.1290}
+#: Error of an FP32 sum of K products over the norms of its factors, per K: gamma_K is about K 2^-24 in any order of
+#: summation (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1), taken four times.
+FP32_ACCUMULATION = 2.0**-22
+
+
+def spectral_norm_upper(w, squarings=5):
+    """An upper bound of the largest singular value of `w` (m, n), over it by under 1 % on ordinary matrices.
+
+    For G = W^T W and q = 2^squarings, sigma^(2 q) = |G^q|_2 <= |G^q|_F. G is scaled by tau = |G|_F first; the factor
+    1 + 2^-20 covers the FP64 rounding of what is done here.
+    """
+    w = np.asarray(w, np.float64)
+    if w.size == 0 or not np.any(w):
+        return 0.0
+    if not np.all(np.isfinite(w)):
+        return math.inf
+    scale = float(np.abs(w).max())
+    w = w / scale  # so that squares neither overflow nor vanish
+    gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
+    tau = float(np.linalg.norm(gram))
+    power = gram / tau
+    for _ in range(squarings):
+        power = power @ power
+    root = float(np.linalg.norm(power)) ** (0.5 ** (squarings + 1))
+    return scale * math.sqrt(tau) * root * (1 + 2.0**-20)
+
+
+def exact_bound(x_norm, dx_norm, sigma_twin, sigma_error):
+    """|X W - X' W'|_F <= |dX| sigma(W') + |X| sigma(dW), all activation norms Frobenius."""
+    return dx_norm * sigma_twin + x_norm * sigma_error
+
+
+def dual_bound(x_norm, dx_norm, hidden_norm, sigma_twin, sigma_error, sigma_up):
+    """The same for X' Q(R) + T U, T = bf16(X D): |dX| sigma(Q(R)) + |X| sigma(W - D U - Q(R)) + u |T| sigma(U)."""
+    rounding = UNIT_ROUNDOFF["bfloat16"] * (1 + 2.0**-7)  # relative to the rounded T
+    return exact_bound(x_norm, dx_norm, sigma_twin, sigma_error) + rounding * hidden_norm * sigma_up
+
+
+def output_rounding(dtype, outputs, bf16_norm, fp4_norm, added_norm=0.0):
+    """Rounding of both results to `dtype`: u (|Y_bf16| + |Y_fp4| + 2 |bias and residual|) and the subnormal steps.
+
+    float32 and float64 outputs are the accumulators themselves and are not rounded again.
+    """
+    if dtype in ("float32", "float64"):
+        return 0.0
+    norms = bf16_norm + fp4_norm + 2 * added_norm
+    return UNIT_ROUNDOFF[dtype] * norms + 2 * SUBNORMAL_STEP[dtype] * math.sqrt(outputs)
+
+
+def accumulation_bound(k, outputs, *factor_norms, per_k=FP32_ACCUMULATION):
+    """K 2^-22 times the sum of |A|_F |B|_F over the products (pairs) summed in FP32, plus FP32's underflow."""
+    return k * (per_k * sum(a * b for a, b in factor_norms) + 2.0**-147 * math.sqrt(outputs))
+
+
+def bf16_rounding(norm, size):
+    """|X - bf16(X)|_F of a tensor of `size` elements: 2^-8 |X|_F, and the step under the normal range."""
+    return UNIT_ROUNDOFF["bfloat16"] * (1 + 2.0**-15) * norm + SUBNORMAL_STEP["bfloat16"] * math.sqrt(size)
+
+
+def conv_factor(kernel, stride=(1, 1)):
+    """How often a convolution reads a pixel, as a norm: sqrt(ceil(kh / sh) ceil(kw / sw)).
+
+    |im2col(X)|_F <= conv_factor |X|_F, so the bounds of a product hold with the weight as (Cout, kh kw Cin).
+    """
+    (kh, kw), (sh, sw) = kernel, stride
+    return math.sqrt(math.ceil(kh / sh) * math.ceil(kw / sw))
+
+
+def chi_square_cdf(x, k):
+    """P(chi-square with `k` degrees of freedom <= x): the regularised gamma function by its series."""
+    if x <= 0:
+        return 0.0
+    a, half = k / 2, x / 2
+    term = total = 1 / a
+    n = 0
+    while term > total * 1e-17:
+        n += 1
+        term *= half / (a + n)
+        total += term
+    return total * math.exp(a * math.log(half) - half - math.lgamma(a))
+
+
+def normal_quantile(p):
+    """Standard normal quantile by bisection on math.erfc."""
+    low, high = -40.0, 40.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if 0.5 * math.erfc(-middle / math.sqrt(2)) < p else (low, middle)
+    return (low + high) / 2
+
+
+def chi_square_quantile(p, k):
+    """x with P(chi-square_k <= x) = p, 0 < p < 1: Wilson and Hilferty's start (PNAS 1931), then Newton in log x."""
+    start = k * (1 - 2 / (9 * k) + normal_quantile(p) * math.sqrt(2 / (9 * k))) ** 3
+    # far in the lower tail the cube may vanish or be negative; there cdf ~ (x/2)^(k/2) / Gamma(k/2 + 1)
+    tail = 2 * math.exp((math.log(p) + math.lgamma(k / 2 + 1)) * 2 / k)
+    log_x = math.log(start if start > tail else tail)
+    for _ in range(60):
+        x = math.exp(log_x)
+        log_density = (k / 2) * math.log(x / 2) - x / 2 - math.lgamma(k / 2)  # of log x
+        value = chi_square_cdf(x, k)
+        step = (math.log(value) - math.log(p)) * value / math.exp(log_density)
+        log_x -= max(-1.0, min(1.0, step))
+        if abs(step) < 1e-14:
+            break
+    return math.exp(log_x)
+
+
+def sketch_factor(k=16, delta=1e-3):
+    """sqrt(k / chi-square_{k, delta}): a k-column estimate times this is under the norm with probability delta."""
+    return math.sqrt(k / chi_square_quantile(delta, k))
+
+
+def estimate(x, w, y, k=16, seed=0):
+    """Unbiased (in its square) estimate of |X W - Y|_F from `k` Gaussian columns, at the cost of 2 k (MK + KN + MN).
+
+    |X (W G) - Y G|_F^2 / k with G ~ N(0, 1), (N, k): Gaussian Freivalds (arXiv:1705.10449).
+    """
+    g = np.random.default_rng(seed).standard_normal((np.shape(w)[1], k))
+    x, w, y = (np.asarray(m, np.float64) for m in (x, w, y))
+    return float(np.linalg.norm(x @ (w @ g) - y @ g)) / math.sqrt(k)
+
+
+def matmul_certificate(x, w, x_used, w_used, dtype="bfloat16"):
+    """(bound, accumulation) for the FP4 product of `x_used`, `w_used` against the BF16 product of `x`, `w`."""
+    x, w = (np.asarray(m).astype(ml_dtypes.bfloat16).astype(np.float64) for m in (x, w))
+    x_used, w_used = (np.asarray(m, np.float64) for m in (x_used, w_used))
+    norm, sigma = np.linalg.norm, spectral_norm_upper
+    outputs = x.shape[0] * w.shape[1]
+    bound = exact_bound(norm(x), norm(x - x_used), sigma(w_used), sigma(w - w_used))
+    bound += output_rounding(dtype, outputs, norm(x) * sigma(w), norm(x_used) * sigma(w_used))
+    pairs = (norm(x), norm(w)), (norm(x_used), norm(w_used))
+    return bound, accumulation_bound(x.shape[1], outputs, *pairs)
