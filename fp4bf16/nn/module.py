@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ShapeError
+from ..gemm import DualWeight
 from ..quantize import quantize
 from ..tracks import check_track, match_route, resolve_track
 from .tape import Variable
@@ -42,6 +43,15 @@ class Parameter(Variable):
     def touch(self) -> None:
         """Say that the data was written in place, so that twins are renewed."""
         self.version = _next_version()
+
+    def dual(self, rank: int = 32) -> DualWeight:
+        """FP4 twin and low-rank BF16 branch of this (N, K) weight, as (K, N); made anew when the weight
+        changed.
+        """
+        held = self._twins.get(rank)
+        if held is None or held[0] != self.version:
+            held = self._twins[rank] = (self.version, DualWeight(self.data.T, rank))
+        return held[1]
 
     def twin(self, format: str = "nvfp4_exact") -> Any:
         """The FP4 copy of this weight (blocks along the last axis, one outer scale a row), made anew when
@@ -254,5 +264,8 @@ class Module:
 
 
 def twin_of(weight: Parameter, track: str) -> Any:
-    """The prepared FP4 copy of `weight` if the call is going to run on the FP4 track, else None."""
-    return weight.twin() if resolve_track(track, "bf16") == "fp4" else None
+    """What the forward multiplies in place of `weight` on its track: an FP4 copy, a dual weight, or None."""
+    track = resolve_track(track, "bf16")
+    if track == "fp4":
+        return weight.twin()
+    return weight.dual() if track == "dual" and weight.ndim == 2 else None

@@ -11,25 +11,25 @@ from ..errors import ShapeError
 from . import fused
 from .ops_shape import broadcast, broadcast_to, fold_to, getitem, reshape, shape_of, sum_to, transpose
 from .tape import Node, Op, Variable
-from .xp import namespace
+from .xp import as_array, namespace
 
 
 def _like(x: Any, other: Any) -> Any:
     """A constant in the dtype of the variable that it meets, so that float64 constants do not widen a
     network.
     """
-    if isinstance(x, (Variable, bool, int, float)) or not isinstance(other, Variable):
+    if not isinstance(other, Variable) or isinstance(x, Variable) or type(x) in (float, int, bool):
         return x
-    if isinstance(x, (np.generic, list, tuple)):
-        x = np.asarray(x)
-    return x.astype(other.dtype, copy=False)
+    if isinstance(x, np.generic):
+        return x.item()
+    return as_array(x).astype(other.dtype, copy=False)
 
 
 def _pair(op: Op, a: Any, b: Any) -> Variable:
     return op(_like(a, b), _like(b, a))
 
 
-# --------------------------------------------------------------------------------------------- arithmetic
+# ---- arithmetic ----
 
 
 def _add_fused(g, arrays, saved, needs):
@@ -137,7 +137,7 @@ def full_like(x: Any, value: float) -> Variable:
     return Variable._of(namespace(data).full(data.shape, value, data.dtype), None)
 
 
-# ------------------------------------------------------------------------------------ elementwise functions
+# ---- elementwise functions ----
 
 
 def _out(node: Node) -> Variable:
@@ -258,18 +258,19 @@ def where(condition: Any, a: Any, b: Any) -> Variable:
     return _where_op(_like(a, b), _like(b, a), condition=condition)
 
 
-def _data(x: Any) -> Any:
+def data_of(x: Any) -> Any:
+    """The array of a variable; anything else as it is."""
     return x.data if isinstance(x, Variable) else x
 
 
 def maximum(a: Any, b: Any) -> Variable:
     """The larger of a and b (a where they are equal)."""
-    return where(_data(a) >= _data(b), a, b)
+    return where(data_of(a) >= data_of(b), a, b)
 
 
 def minimum(a: Any, b: Any) -> Variable:
     """The smaller of a and b (a where they are equal)."""
-    return where(_data(a) <= _data(b), a, b)
+    return where(data_of(a) <= data_of(b), a, b)
 
 
 def clip(x: Any, low: float, high: float) -> Variable:
@@ -277,7 +278,7 @@ def clip(x: Any, low: float, high: float) -> Variable:
     return minimum(maximum(x, low), high)
 
 
-# ----------------------------------------------------------------------------------------------- reductions
+# ---- reductions ----
 
 
 def _axes(axis: Any, ndim: int) -> tuple:
@@ -388,7 +389,7 @@ def log_softmax(x: Any, axis: int = -1) -> Variable:
     """log(softmax(x)) along `axis`; the maximum is subtracted as a constant first, so that nothing
     overflows.
     """
-    x = sub(x, _data(x).max(axis=axis, keepdims=True))
+    x = sub(x, data_of(x).max(axis=axis, keepdims=True))
     return sub(x, log(sum(exp(x), axis, keepdims=True)))
 
 
@@ -397,7 +398,7 @@ def stop_gradient(x: Any) -> Variable:
     return x.detach() if isinstance(x, Variable) else Variable(x)
 
 
-# ---------------------------------------------------------------------------------- Variable's operators
+# ---- Variable's operators ----
 
 Variable.__add__ = Variable.__radd__ = add
 Variable.__sub__, Variable.__rsub__ = sub, lambda a, b: sub(b, a)

@@ -15,13 +15,13 @@ from ..attention import attention_vjp as attention_vjp_primitive
 from ..conv import conv2d as conv2d_primitive
 from ..conv import conv2d_dgrad, conv2d_wgrad
 from ..errors import ShapeError
+from ..gemm import DualWeight
 from ..gemm import linear as linear_primitive
-from ..gemm import linear_vjp as linear_vjp_primitive
 from ..gemm import matmul as matmul_primitive
 from ..quantize import dequantize, quantize
 from ..tracks import resolve_track, tracks
 from . import fused
-from .ops_math import add, div, mean, mul, sigmoid, softmax, sqrt, sub, sum
+from .ops_math import add, data_of, div, mean, mul, sigmoid, softmax, sqrt, sub, sum
 from .ops_shape import reshape, shape_of, sum_to, transpose
 from .tape import Op, Variable
 from .xp import namespace
@@ -32,37 +32,54 @@ def _exact(track: str) -> str:
     return "reference" if track == "reference" else "bf16"
 
 
-# ------------------------------------------------------------------------------------------ quantiser, passed
-# through
-
-
-def _on_grid(x: Any, outer: str | None) -> Any:
-    return dequantize(quantize(x, "nvfp4_exact", outer=outer or "default"), dtype=str(x.dtype))
-
+# ---- quantiser, passed through ----
 
 _through_op = Op(
     "through_quantiser",
-    lambda x, outer: (_on_grid(x, outer), None),
-    lambda g, inputs, node, needs, outer: (g,),
-    lambda g, arrays, saved, needs, outer: (g,),
+    lambda x, value: (value, None),
+    lambda g, inputs, node, needs, value: (g,),
+    lambda g, arrays, saved, needs, value: (g,),
     keep=False,
 )
 
 
-def through_quantiser(x: Any, outer: str | None = None) -> Variable:
-    """x on the FP4 grid (blocks along the last axis); the derivative is the identity (straight-through)."""
-    return _through_op(x, outer=outer)
+def _on_grid(x: Any, outer: str, search: str) -> Any:
+    return dequantize(quantize(x, "nvfp4_exact", outer=outer, search=search), dtype=str(x.dtype))
 
 
-def _seen(x: Any, w: Any, track: str, outer: str) -> tuple:
-    """The operands as the product saw them, for a derivative that is itself recorded."""
+def _dense(twin: Any, dtype: Any) -> Any:
+    """The weight (N, ..., K) that a `QuantizedArray` or a `DualWeight` stands for."""
+    if isinstance(twin, DualWeight):  # (K, N): residual on the FP4 grid plus the low-rank branch
+        low_rank = twin.down.astype("float32") @ twin.up.astype("float32")
+        return (dequantize(twin.twin, dtype="float32") + low_rank).T.astype(dtype)
+    return dequantize(twin, dtype=str(dtype))
+
+
+def _seen(x: Any, w: Any, track: str, twin: Any, outer: str) -> tuple:
+    """The arrays x and w as the product on `track` saw them: its derivatives use these."""
     if track not in ("fp4", "dual"):
         return x, w
-    return through_quantiser(x, outer), through_quantiser(w, outer)
+    return _on_grid(x, outer, "fast"), _on_grid(w, outer, "full") if twin is None else _dense(twin, w.dtype)
 
 
-# -------------------------------------------------------------------------------------------------------
-# products
+def _seen_taped(x: Any, w: Any, track: str, twin: Any, outer: str) -> tuple:
+    """The same as variables whose derivative is that of x and w."""
+    if track not in ("fp4", "dual"):
+        return x, w
+    values = _seen(data_of(x), data_of(w), track, twin, outer)
+    return tuple(_through_op(v, value=value) for v, value in zip((x, w), values, strict=True))
+
+
+def through_quantiser(x: Any, outer: str = "row", search: str = "fast") -> Variable:
+    """x on the `nvfp4_exact` grid (blocks along the last axis); the derivative is the identity
+    (straight-through).
+
+    Not finite: `NonFiniteError`. outer and search as in `fp4bf16.quantize`.
+    """
+    return _through_op(x, value=_on_grid(data_of(x), outer, search))
+
+
+# ---- products ----
 
 
 def _swap(x: Any) -> Any:
@@ -73,7 +90,7 @@ def _swap(x: Any) -> Any:
 def _matmul_vjp(g, inputs, node, needs, track):
     a, b = inputs
     if track == "fp4":
-        a, b = through_quantiser(a), _swap(through_quantiser(_swap(b)))
+        a, b = through_quantiser(a), _swap(through_quantiser(_swap(b), search="full"))
     t = _exact(track)
     return (
         sum_to(_matmul_op(g, _swap(b), track=t), shape_of(a)) if needs[0] else None,
@@ -110,24 +127,18 @@ def _linear_forward(x, w, b, track, twin):
 
 
 def _linear_fused(g, arrays, saved, needs, track, twin):
-    x, w, _ = arrays
+    x, w = _seen(arrays[0], arrays[1], track, twin, "row")
     n, k = w.shape
-    g2, x2 = g.reshape(-1, n), x.reshape(-1, k)
-    db = g2.sum(axis=0) if needs[2] else None
-    if track in ("fp4", "dual"):
-        with tracks(track):
-            dx, dw, _ = linear_vjp_primitive(g2, x2, w if twin is None else twin)
-        return dx.reshape(x.shape), dw, db
+    g2 = g.reshape(-1, n)
     with tracks(_exact(track)):
         dx = matmul_primitive(g2, w).reshape(x.shape) if needs[0] else None
-        dw = matmul_primitive(g2.T, x2) if needs[1] else None
-    return dx, dw, db
+        dw = matmul_primitive(g2.T, x.reshape(-1, k)) if needs[1] else None
+    return dx, dw, g2.sum(axis=0) if needs[2] else None
 
 
 def _linear_vjp(g, inputs, node, needs, track, twin):
-    x, w, _ = inputs
+    x, w = _seen_taped(inputs[0], inputs[1], track, twin, "row")
     n, k = w.shape
-    x, w = _seen(x, w, track, "row")
     g2, t = reshape(g, (-1, n)), _exact(track)
     return (
         reshape(_matmul_op(g2, w, track=t), shape_of(x)) if needs[0] else None,
@@ -148,8 +159,7 @@ def linear(x: Any, weight: Any, bias: Any = None, track: str | None = None, twin
     return _linear_op(x, weight, bias, track=track, twin=twin if track in ("fp4", "dual") else None)
 
 
-# ----------------------------------------------------------------------------------------------------
-# convolution
+# ---- convolution ----
 
 
 def _conv_forward(x, w, b, r, stride, padding, track, twin):
@@ -161,12 +171,12 @@ def _conv_forward(x, w, b, r, stride, padding, track, twin):
 
 
 def _conv_fused(g, arrays, saved, needs, stride, padding, track, twin):
-    x, w = arrays[0], arrays[1]
+    x, w = _seen(arrays[0], arrays[1], track, twin, "image")
     dx = dw = None
     g = namespace(g).ascontiguousarray(g)
-    with tracks(track):
+    with tracks(_exact(track)):
         if needs[0]:
-            dx = conv2d_dgrad(g, w if twin is None else twin, x.shape, stride=stride, padding=padding)
+            dx = conv2d_dgrad(g, w, x.shape, stride=stride, padding=padding)
         if needs[1]:
             dw = conv2d_wgrad(g, x, w.shape[1:3], stride=stride, padding=padding)
     db = g.reshape(-1, g.shape[-1]).sum(axis=0) if needs[2] else None
@@ -174,7 +184,7 @@ def _conv_fused(g, arrays, saved, needs, stride, padding, track, twin):
 
 
 def _conv_vjp(g, inputs, node, needs, stride, padding, track, twin):
-    x, w = _seen(inputs[0], inputs[1], track, "image")
+    x, w = _seen_taped(inputs[0], inputs[1], track, twin, "image")
     how = dict(stride=stride, padding=padding, track=_exact(track))
     return (
         _dgrad_op(g, w, shape=shape_of(x), **how) if needs[0] else None,
@@ -242,8 +252,7 @@ def conv2d(
     return _conv_op(x, weight, bias, residual, stride=stride, padding=padding, track=track, twin=twin)
 
 
-# ------------------------------------------------------------------------------------------------------
-# attention
+# ---- attention ----
 
 
 def _attention_forward(q, k, v, track, causal, scale):
@@ -296,8 +305,7 @@ def attention(
     return _attention_op(q, k, v, track=resolve_track(track, "bf16"), causal=causal, scale=scale)
 
 
-# ----------------------------------------------------------------------------------------------------- group
-# norm
+# ---- group norm ----
 
 
 def _norm_forward(x, shift, weight, bias, groups, eps, act):
@@ -355,14 +363,12 @@ def group_norm(
     channels = x.shape[-1]
     if channels % groups:
         raise ShapeError(
-            f"group_norm: x has {channels} channels, which {groups} groups do not divide; "
-            "change groups"
+            f"group_norm: x has {channels} channels, which {groups} groups do not divide; change groups"
         )
     return _norm_op(x, shift, weight, bias, groups=groups, eps=eps, act=silu)
 
 
-# ------------------------------------------------------------------------------------------- upsampling and
-# lookups
+# ---- upsampling and lookups ----
 
 _upsample_op = Op(
     "upsample_nearest",
@@ -426,7 +432,7 @@ def take(weight: Any, indices: Any) -> Variable:
         indices.dtype.kind not in "iu" or indices.min() < 0 or indices.max() >= weight.shape[0]
     ):
         raise ShapeError(
-            f"take: indices of dtype {indices.dtype} reach from {indices.min()} to {indices.max()}, but weight has "
+            f"take: indices ({indices.dtype}) reach from {indices.min()} to {indices.max()}, but weight has "
             f"{weight.shape[0]} rows; pass integers from 0 to {weight.shape[0] - 1}"
         )
     return _take_op(weight, indices=indices)

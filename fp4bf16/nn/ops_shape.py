@@ -17,7 +17,7 @@ def shape_of(x: Any) -> tuple:
     return getattr(x, "shape", ())
 
 
-# ------------------------------------------------------------------------------------------- broadcasting
+# ---- broadcasting ----
 
 
 def fold_to(x: Any, shape: tuple) -> Any:

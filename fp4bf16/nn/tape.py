@@ -355,7 +355,8 @@ def backward(loss: Variable, g: Any = None, retain_graph: bool = False) -> None:
     """
     if not loss.requires_grad:
         raise RuntimeError(
-            "backward: the loss depends on no variable with requires_grad=True; was it computed inside no_grad()?"
+            "backward: the loss depends on no variable with requires_grad=True, or was computed inside "
+            "no_grad()"
         )
     for leaf, value in _walk(loss, g, None, False, retain_graph).items():
         if leaf.grad is None:

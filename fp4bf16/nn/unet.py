@@ -315,7 +315,8 @@ class UNet2D(Module):
             if given is None or wanted is None:
                 argument = "num_class_embeds" if name == "class_labels" else "caption_vocabulary"
                 raise ConfigError(
-                    f"UNet2D: {name} is {'missing' if given is None else 'given'}, but {argument} is {wanted}; "
+                    f"UNet2D: {name} is {'missing' if given is None else 'given'}, but {argument} "
+                    f"is {wanted}; "
                     + (f"pass {name}" if given is None else f"leave it out or set {argument}")
                 )
             layer = self.class_embedding if name == "class_labels" else self.caption_embedding
