@@ -1,0 +1,70 @@
+"""``python -m fp4bf16``: info, validate, train, sample."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ._version import __version__
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    CudaError,
+    DTypeError,
+    LibraryError,
+    NonFiniteError,
+    ShapeError,
+    nearest,
+)
+
+COMMANDS = ("info", "validate", "train", "sample")
+#: What a user can cause: shown as its sentence, without a traceback.
+USER = (CheckpointError, ConfigError, CudaError, DTypeError, LibraryError, NonFiniteError, ShapeError)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that suggests the nearest command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2, naming the command that was probably meant."""
+        if "invalid choice" in message and "argument command" in message:
+            given = message.split("invalid choice: ")[1].split(" ")[0].strip("'\"")
+            message = f"{given!r} is not a command{nearest(given, COMMANDS)}"
+        super().error(message)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line with all its subcommands."""
+    parser = Parser(prog="fp4bf16", description="FP4 for the bulk of the tensor work, BF16 to anchor it.")
+    parser.add_argument("--version", action="version", version=f"fp4bf16 {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}",
+                                       parser_class=Parser)  # fmt: skip
+    from .cli import info, validate
+
+    info.add_parser(subparsers)
+    validate.add_parser(subparsers)
+    importlib.import_module("fp4bf16.train.cli").add_parsers(subparsers)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status.
+
+    0: done. 1: a check failed. 2: what was asked for cannot be done, and a sentence said why.
+    """
+    args = build_parser().parse_args(arguments)
+    try:
+        return args.function(args) or 0
+    except KeyboardInterrupt:
+        print("fp4bf16: interrupted", file=sys.stderr)
+        return 130
+    except USER as error:
+        print(f"fp4bf16: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

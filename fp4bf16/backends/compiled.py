@@ -1,0 +1,33 @@
+"""Whether the CPU kernels have been compiled before: the first run of a new installation takes seconds
+longer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+FIRST_RUN = "first run: compiling the CPU kernels (under a minute; later runs take them from the cache)"
+
+
+def cache_folders() -> list[Path]:
+    """Folders that numba may keep our kernels in, in the order that it tries them."""
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    beside = Path(__file__).resolve().parent / "__pycache__"
+    return [Path(named)] if named else [beside, home / "numba"]
+
+
+def _indices(folder: Path) -> Iterator[Path]:
+    """Index files of our kernels, in `folder` or in those that numba makes in it by the package's path."""
+    if folder.is_dir():
+        yield from folder.glob("cpu_*.nbi")
+        yield from folder.glob("backends_*/cpu_*.nbi")
+
+
+def kernels_cached() -> bool:
+    """Whether compiled kernels lie in numba's cache."""
+    try:
+        return any(True for folder in cache_folders() for _ in _indices(folder))
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""What ``python -m fp4bf16`` offers besides the trainer: `info` and `validate`."""

@@ -1,0 +1,334 @@
+"""Compare what the primitives compute with the NumPy reference, on the user's own arrays.
+
+`check` runs one primitive and the same computation in `fp4bf16.python_ref` (float64 sums of the operands that
+the track multiplies) and reports the distance. ``python -m fp4bf16 validate`` is a table of such checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import nearest
+from .formats import get_format
+from .interop import wrap
+from .tracks import check_track, tracks
+
+#: Largest relative error, by the dtype of the result: its rounding, and that of the FP32 sums behind it.
+ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-3, "bfloat16": 5e-3}
+#: Attention also rounds the probabilities (to BF16, or E4M3 on the FP4 track), and the FP32 exponential of
+#: the kernel tips some of them to the other side of a rounding boundary.
+PROBABILITIES = {"bf16": 1e-3, "fp4": 1e-2, "dual": 1e-2}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of one `check`; true where it passed.
+
+    Attributes:
+        op, track, format: what was run; track and format are "" where the primitive has none.
+        shapes: of the arrays. measure: what `error` counts: "differing bytes", "relative error" (the norm of
+            the difference over that of the reference) or "distance / bound".
+        error, bound: it passed if error <= bound. detail: where it differs most, "" where it does not.
+    """
+
+    op: str
+    track: str
+    format: str
+    shapes: tuple[tuple[int, ...], ...]
+    measure: str
+    error: float
+    bound: float
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.error <= self.bound)  # NaN fails
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        shapes = " ".join(str(s).replace(" ", "") for s in self.shapes)
+        head = " ".join(part for part in (self.op, self.track, self.format, shapes) if part)
+        tail = f"; {self.detail}" if self.detail and not self.passed else ""
+        verdict = "PASS" if self.passed else "FAIL"
+        return f"{head}: {self.measure} {self.error:.3g}, bound {self.bound:.3g}: {verdict}{tail}"
+
+
+def check(
+    op: str, *arrays: Any, track: str | None = None, format: str = "nvfp4_exact", **options: Any
+) -> Report:
+    """Run the primitive `op` on `arrays` and compare it with the reference.
+
+    Args:
+        op: a name of `OPERATIONS`. The arrays are those of the primitive in its order: x for "quantize" and
+            "dequantize"; a, b for "matmul", "certify" and "dual" (b becomes a `DualWeight`); x, weight for
+            "linear"; x, w for "conv2d"; q, k, v for "attention"; for a "..._vjp" the gradient g of the result
+            comes first.
+        track: "fp4", "bf16" or "reference" ("dual" for attention); "bf16" unless given. Not for "quantize",
+            "dequantize", "dual" and "certify", which are on one track by themselves.
+        format: of operands that are quantised. options: further arguments of the primitive (stride=, causal=,
+            ...).
+
+    Returns:
+        A `Report`, true where the error is within its bound.
+
+    Raises:
+        ValueError: unknown op, track or format (with the nearest name). TypeError: a wrong number of arrays.
+        What the primitive itself raises.
+
+    >>> import numpy as np, fp4bf16 as fb
+    >>> x = np.linspace(-3, 3, 64, dtype=np.float32).reshape(2, 32)
+    >>> bool(fb.testing.check("quantize", x)), bool(fb.testing.check("matmul", x, x.T, track="fp4"))
+    (True, True)
+    """
+    if op not in OPERATIONS:
+        raise ValueError(f"check: {op!r} is not an operation{nearest(op, OPERATIONS)}")
+    names, function, tracked = OPERATIONS[op]
+    if len(arrays) != len(names):
+        raise TypeError(
+            f"check: {op} takes {len(names)} arrays ({', '.join(names)}), but {len(arrays)} were given"
+        )
+    get_format(format)
+    if tracked:
+        track = check_track(track or "bf16")
+    elif track is not None:
+        raise ValueError(f"check: track is {track!r}, but {op} takes no track; leave it out")
+    uses_format = not tracked or track in ("fp4", "dual")
+    with tracks(track):  # over FP4BF16_TRACK and an outer block: the reference is on this track
+        measure, error, bound, detail = function(arrays, track, format, options)
+    shapes = tuple(tuple(a.shape) for a in arrays)
+    return Report(op, track or "", format if uses_format else "", shapes, measure, error, bound, detail)
+
+
+# ---- measures
+def _numpy(x: Any) -> np.ndarray:
+    return wrap(x, "result").array
+
+
+def _values(x: Any) -> np.ndarray:
+    """As the reference takes it: float32 of narrower dtypes, exactly; float64 stays."""
+    x = _numpy(x)
+    return x if x.dtype == np.float64 else x.astype(np.float32)
+
+
+def _bytes_differ(pairs: list[tuple[str, Any, np.ndarray | None]]):
+    count, detail = 0, ""
+    for name, got, want in pairs:
+        if got is None or want is None:
+            count += (got is None) != (want is None)
+            continue
+        got, want = np.ascontiguousarray(_numpy(got)), np.ascontiguousarray(want)
+        if got.shape != want.shape or got.dtype != want.dtype:
+            return (
+                "differing bytes",
+                math.inf,
+                0.0,
+                f"{name} is {got.dtype} {got.shape}, not {want.dtype} {want.shape}",
+            )
+        differ = got.view(np.uint8) != want.view(np.uint8)
+        if differ.any() and not detail:
+            at = np.unravel_index(int(np.argmax(differ)) // got.itemsize, got.shape)
+            detail = f"first in {name} at {tuple(map(int, at))}: {got[at]} instead of {want[at]}"
+        count += int(differ.sum())
+    return "differing bytes", float(count), 0.0, detail
+
+
+def _relative(pairs: list[tuple[str, Any, np.ndarray, float]], bound: float | None, track: str):
+    """Largest of the relative errors of several results; a scale of the terms that were summed may be
+    given."""
+    worst = ("relative error", 0.0, bound or ROUNDING["float32"], "")
+    for name, got, want, scale in pairs:
+        got = _numpy(got)
+        limit = bound or ROUNDING[str(got.dtype)]
+        if track != "reference":  # sums in FP32 whatever the dtype of the result
+            limit = max(limit, ROUNDING["float32"])
+        limit = max(limit, ROUNDING[str(got.dtype)])
+        if got.shape != want.shape:
+            return "relative error", math.inf, limit, f"{name} has shape {got.shape}, not {want.shape}"
+        if not want.size:
+            continue
+        difference = np.abs(got.astype(np.float64) - want)
+        scale = max(float(np.linalg.norm(want)), scale) or 1.0
+        error = float(np.linalg.norm(difference)) / scale
+        if not error / limit <= worst[1] / worst[2]:
+            at = np.unravel_index(int(np.argmax(difference)), want.shape)
+            where = tuple(map(int, at))
+            worst = (
+                "relative error",
+                error,
+                limit,
+                f"most in {name} at {where}: {got[at]} instead of {want[at]:.9g}",
+            )
+    return worst
+
+
+def _term_scale(
+    product: Callable[[np.ndarray, np.ndarray], np.ndarray], a: np.ndarray, b: np.ndarray
+) -> float:
+    """Norm that a result of random signs would have: what rounding is relative to when the terms cancel."""
+    return math.sqrt(float(product(np.square(a, dtype=np.float64), np.square(b, dtype=np.float64)).sum()))
+
+
+# ---- one function a primitive: (arrays, track, format, options) -> (measure, error, bound, detail)
+def _quantize(arrays, track, format, options):
+    from .python_ref import quantize as ref
+    from .quantize import quantize
+
+    got, want = quantize(arrays[0], format, **options), ref.quantize(_numpy(arrays[0]), format, **options)
+    fields = ("packed", "block_scale", "outer_scale")
+    return _bytes_differ([(n, getattr(got, n), getattr(want, n)) for n in fields])
+
+
+def _dequantize(arrays, track, format, options):
+    from .python_ref import quantize as ref
+    from .quantize import dequantize, quantize
+
+    dtype = options.pop("dtype", "float32")
+    got = dequantize(quantize(arrays[0], format, **options), dtype=dtype)
+    want = ref.dequantize(ref.quantize(_numpy(arrays[0]), format, **options))
+    return _bytes_differ([("x", got, want.astype(_numpy(got).dtype))])
+
+
+def _matmul(arrays, track, format, options):
+    from .gemm import matmul
+    from .python_ref import gemm as ref
+
+    a, b = map(_values, arrays)
+    used = ref.operands(a, b, track, format)
+    want = ref.epilogue(used[0].astype(np.float64) @ used[1].astype(np.float64), **_float64(options))
+    got = matmul(*arrays, track=track, format=format, **options)
+    return _relative([("y", got, want, _term_scale(np.matmul, *used))], None, track)
+
+
+def _linear(arrays, track, format, options):
+    from .gemm import linear
+    from .python_ref import gemm as ref
+
+    x, weight = map(_values, arrays)
+    used = ref.operands(x, weight.T, track, format)
+    want = ref.epilogue(used[0].astype(np.float64) @ used[1].astype(np.float64), **_float64(options))
+    got = linear(*arrays, track=track, format=format, **options)
+    return _relative([("y", got, want, _term_scale(np.matmul, *used))], None, track)
+
+
+def _dual(arrays, track, format, options):
+    from .gemm import DualWeight, matmul
+    from .python_ref import gemm as ref
+
+    weight = DualWeight(arrays[1], rank=options.pop("rank", 8), format=format)
+    down, up = _values(weight.down), _values(weight.up)
+    twin = ref.fake_quantize(ref.round_bf16(_values(arrays[1])) - down @ up, format, 0)
+    want = ref.dual_matmul(_values(arrays[0]), down, up, twin, format, np.float64, **_float64(options))
+    with tracks("dual"):
+        got = matmul(arrays[0], weight, **options)
+    # The hidden T is rounded to BF16: the FP32 sum of the kernel tips some of it to the other neighbour.
+    return _relative([("y", got, want, 0.0)], 1e-4, "dual")
+
+
+def _conv2d(arrays, track, format, options):
+    from .conv import conv2d
+    from .python_ref import conv as ref
+
+    geometry = {k: options[k] for k in ("stride", "padding") if k in options}
+    extra = {k: v for k, v in options.items() if k not in geometry}
+    used = ref.operands(*map(_values, arrays), track, format)
+    want = ref.epilogue(ref.conv2d(*used, **geometry), **_float64(extra))
+    got = conv2d(*arrays, track=track, format=format, **options)
+    scale = _term_scale(lambda x, w: ref.conv2d(x, w, **geometry), *used)
+    return _relative([("y", got, want, scale)], None, track)
+
+
+def _attention(arrays, track, format, options):
+    from .attention import attention
+    from .python_ref import attention as ref
+
+    want = ref.attention(*map(_values, arrays), track=track, fmt=format, **options)
+    got = attention(*arrays, track=track, format=format, **options)
+    return _relative([("o", got, want, 0.0)], PROBABILITIES.get(track), track)
+
+
+def _gradients(names, got, want, bound, track):
+    return _relative([(n, g, w, 0.0) for n, g, w in zip(names, got, want, strict=True)], bound, track)
+
+
+def _matmul_vjp(arrays, track, format, options):
+    from .gemm import matmul_vjp
+    from .python_ref import gemm as ref
+
+    want = ref.matmul_vjp(*map(_values, arrays), track=track, fmt=format, accumulate=np.float64)
+    got = matmul_vjp(*arrays, track=track, format=format, **options)
+    return _gradients(("da", "db"), got, want, None, track)
+
+
+def _linear_vjp(arrays, track, format, options):
+    from .gemm import linear_vjp
+    from .python_ref import gemm as ref
+
+    want = ref.linear_vjp(*map(_values, arrays), track=track, fmt=format, accumulate=np.float64)
+    got = linear_vjp(*arrays, track=track, format=format, **options)
+    return _gradients(("dx", "dw", "db"), got, want, None, track)
+
+
+def _conv2d_vjp(arrays, track, format, options):
+    from .conv import conv2d_vjp
+    from .python_ref import conv as ref
+
+    want = ref.conv2d_vjp_track(*map(_values, arrays), track=track, fmt=format, **options)
+    got = conv2d_vjp(*arrays, track=track, format=format, **options)
+    return _gradients(("dx", "dw", "db"), got, want, None, track)
+
+
+def _attention_vjp(arrays, track, format, options):
+    from .attention import attention_vjp
+    from .python_ref import attention as ref
+
+    want = ref.attention_vjp(*map(_values, arrays), track=track, fmt=format, **options)
+    got = attention_vjp(*arrays, track=track, format=format, **options)
+    return _gradients(("dq", "dk", "dv"), got, want, PROBABILITIES.get(track), track)
+
+
+def _certify(arrays, track, format, options):
+    """The measured distance between the FP4 and the BF16 result over what the certificate allows."""
+    from .gemm import matmul
+
+    with tracks("fp4"):
+        fp4, certificate = matmul(*arrays, format=format, certify=True, **options)
+    with tracks("bf16"):
+        bf16 = matmul(*arrays, **options)
+    distance = float(np.linalg.norm(_numpy(fp4).astype(np.float64) - _numpy(bf16).astype(np.float64)))
+    allowed = certificate.bound + certificate.accumulation
+    if distance == allowed == 0.0:
+        return "distance / bound", 0.0, 1.0, ""
+    detail = f"the results are {distance:.4g} apart, {allowed:.4g} was certified"
+    return "distance / bound", distance / allowed if allowed else math.inf, 1.0, detail
+
+
+def _float64(options: dict) -> dict:
+    """Epilogue arguments for the reference: arrays as float64, names as they are."""
+    kept = {k: options[k] for k in ("bias", "activation", "residual") if options.get(k) is not None}
+    return {k: v if isinstance(v, str) else _numpy(v).astype(np.float64) for k, v in kept.items()}
+
+
+#: name -> (names of its arrays, the comparison, whether it takes ``track=``)
+OPERATIONS: dict[str, tuple[tuple[str, ...], Callable, bool]] = {
+    "quantize": (("x",), _quantize, False),
+    "dequantize": (("x",), _dequantize, False),
+    "matmul": (("a", "b"), _matmul, True),
+    "linear": (("x", "weight"), _linear, True),
+    "dual": (("a", "b"), _dual, False),
+    "conv2d": (("x", "w"), _conv2d, True),
+    "attention": (("q", "k", "v"), _attention, True),
+    "matmul_vjp": (("g", "a", "b"), _matmul_vjp, True),
+    "linear_vjp": (("g", "x", "weight"), _linear_vjp, True),
+    "conv2d_vjp": (("g", "x", "w"), _conv2d_vjp, True),
+    "attention_vjp": (("g", "q", "k", "v"), _attention_vjp, True),
+    "certify": (("a", "b"), _certify, False),
+}
+
+__all__ = ["OPERATIONS", "PROBABILITIES", "ROUNDING", "Report", "check"]
