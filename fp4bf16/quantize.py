@@ -23,12 +23,16 @@ def _kernels():
     return importlib.import_module(".backends.cpu_quantize", __package__)
 
 
-# ---- axes and rows -----------------------------------------------------------------------------------------------
+# ---- axes and rows -----------------------------------------------------------------------------------------
 def _check_axis(axis: int, ndim: int, shape) -> int:
     if ndim == 0:
-        raise ShapeError("quantize: x has no axes, but blocks run along one; pass an array of at least one axis")
+        raise ShapeError(
+            "quantize: x has no axes, but blocks run along one; pass an array of at least one axis"
+        )
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
-        raise ShapeError(f"quantize: axis={axis!r}, but x of shape {tuple(shape)} has axes {-ndim} to {ndim - 1}")
+        raise ShapeError(
+            f"quantize: axis={axis!r}, but x of shape {tuple(shape)} has axes {-ndim} to {ndim - 1}"
+        )
     return int(axis) % ndim
 
 
@@ -44,7 +48,7 @@ def _rows(array: np.ndarray, axis: int) -> np.ndarray:
     return np.ascontiguousarray(stored).reshape(math.prod(stored.shape[:-1]), k)
 
 
-# ---- outer scales ------------------------------------------------------------------------------------------------
+# ---- outer scales ------------------------------------------------------------------------------------------
 def _kept_axes(outer: str, ndim: int, axis: int) -> list[int]:
     """Stored axes that the outer scale varies over."""
     order = _order(ndim, axis)
@@ -54,12 +58,16 @@ def _kept_axes(outer: str, ndim: int, axis: int) -> list[int]:
         return []
     if outer == "image":
         if axis == 0:
-            raise ShapeError("quantize: outer='image' wants one scale per index of axis 0, but the blocks run along "
-                             "axis 0; pass another axis= or outer='row'")  # fmt: skip
+            raise ShapeError(
+                "quantize: outer='image' wants one scale per index of axis 0, but the blocks run along "
+                "axis 0; pass another axis= or outer='row'"
+            )
         return [order[0]]
     if ndim != 4 or axis not in (1, 3):
-        raise ShapeError(f"quantize: outer='head' is for (batch, seq, heads, dim) blocked along axis 1 or 3, but x has "
-                         f"{ndim} axes and axis is {axis}; pass outer='row' or 'tensor'")  # fmt: skip
+        raise ShapeError(
+            f"quantize: outer='head' is for (batch, seq, heads, dim) blocked along axis 1 or 3, but x has "
+            f"{ndim} axes and axis is {axis}; pass outer='row' or 'tensor'"
+        )
     return [order[0], order[2]]
 
 
@@ -76,10 +84,14 @@ def _exponents(outer, lead: tuple[int, ...]):
     """(outer shape, decode scale per row) of given exponents e of 2^e."""
     e = np.asarray(outer)
     if e.dtype.kind not in "iu":
-        raise DTypeError(f"quantize: outer={outer!r} is neither an exponent (int) nor one of {', '.join(OUTERS)}")
+        raise DTypeError(
+            f"quantize: outer={outer!r} is neither an exponent (int) nor one of {', '.join(OUTERS)}"
+        )
     if e.size and (e.min() < MIN_EXPONENT or e.max() > MAX_EXPONENT):
-        raise ValueError(f"quantize: outer exponents reach from {e.min()} to {e.max()}, but {MIN_EXPONENT} to "
-                         f"{MAX_EXPONENT} keep every decoded value a normal number")  # fmt: skip
+        raise ValueError(
+            f"quantize: outer exponents reach from {e.min()} to {e.max()}, but {MIN_EXPONENT} to "
+            f"{MAX_EXPONENT} keep every decoded value a normal number"
+        )
     shape = (1,) * (len(lead) + 1) if e.ndim == 0 else e.shape
     scale = np.ldexp(np.float32(1), e.astype(np.int32)).astype(np.float32).reshape(shape)
     try:
@@ -88,8 +100,8 @@ def _exponents(outer, lead: tuple[int, ...]):
         full = np.broadcast_to(scale, (*lead, 1))
     except ValueError:
         raise ShapeError(
-            f"quantize: outer exponents of shape {e.shape} do not broadcast to the stored rows {(*lead, 1)}; pass "
-            f"one exponent, or an array with as many axes as x that is 1 in the last"
+            f"quantize: outer exponents of shape {e.shape} do not broadcast to the stored rows {(*lead, 1)}; "
+            f"pass one exponent, or an array with as many axes as x that is 1 in the last"
         ) from None
     return scale, full.reshape(-1)
 
@@ -104,7 +116,9 @@ def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
             raise ValueError(f"quantize: outer={outer!r}, but {fmt} has no outer scale; pass outer=None")
     if outer is None:
         if fmt.default_outer is not None:
-            raise ValueError(f"quantize: outer=None, but {fmt} has an outer scale; pass outer=0 for one of 2^0")
+            raise ValueError(
+                f"quantize: outer=None, but {fmt} has an outer scale; pass outer=0 for one of 2^0"
+            )
         return {}, lambda decode: None
     if fmt.default_outer is None:
         raise ValueError(f"quantize: outer={outer!r}, but {fmt} has no outer scale; pass outer=None")
@@ -125,29 +139,45 @@ def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
     return {"amax": amax}, pick
 
 
-# ---- public ------------------------------------------------------------------------------------------------------
-def quantize(x, format="nvfp4_exact", axis=-1, outer="default", rounding="nearest", scale_rule=None, search="full",
-             nan="raise", out=None, stream=None) -> QuantizedArray:  # fmt: skip
+# ---- public ------------------------------------------------------------------------------------------------
+def quantize(
+    x,
+    format="nvfp4_exact",
+    axis=-1,
+    outer="default",
+    rounding="nearest",
+    scale_rule=None,
+    search="full",
+    nan="raise",
+    out=None,
+    stream=None,
+) -> QuantizedArray:
     """Quantise `x` in blocks along `axis`.
 
     A value decodes as code * block_scale * outer_scale, to nearest with ties to even.
 
     Args:
-        x: float32, float64, float16 or bfloat16 array of at least one axis (NumPy, PyTorch on the CPU); float64 is
+        x: float32, float64, float16 or bfloat16 array of at least one axis (NumPy, PyTorch on the CPU);
+        float64 is
             rounded to float32 first.
-        format: "nvfp4_exact" (16 elements a block, scales m * 2^k with m in {1, 1.25, 1.5}: every code * scale is an
-            E4M3 number), "nvfp4" (16, any E4M3 scale), "mxfp4" (32, powers of two), "fp8" (E4M3, no block scale).
+        format: "nvfp4_exact" (16 elements a block, scales m * 2^k with m in {1, 1.25, 1.5}: every code *
+        scale is an
+            E4M3 number), "nvfp4" (16, any E4M3 scale), "mxfp4" (32, powers of two), "fp8" (E4M3, no block
+            scale).
         axis: the axis that will be contracted; it is stored last and padded with zeros to whole blocks.
-        outer: what shares one outer scale: "row" (default of nvfp4_exact and fp8), "tensor" (default of nvfp4),
-            "image" (an index of axis 0), "head" ((batch, seq, heads, dim): a batch and head), or exponents e of
-            given scales 2^e, one int or an array that broadcasts to the stored shape. "mxfp4" has none.
-        rounding: "nearest".
-        scale_rule: "nvfp4": "te" (Transformer Engine), "four_over_six" (Cook et al., arXiv:2512.02010, by squared
+        outer: what shares one outer scale: "row" (default of nvfp4_exact and fp8), "tensor" (default of
+        nvfp4),
+            "image" (an index of axis 0), "head" ((batch, seq, heads, dim): a batch and head), or exponents e
+            of given scales 2^e, one int or an array that broadcasts to the stored shape. "mxfp4" has none.
+        rounding: "nearest". scale_rule: "nvfp4": "te" (Transformer Engine), "four_over_six" (Cook et al.,
+        arXiv:2512.02010, by squared
             error under a bound of 256; "four_over_six_mae" by absolute error; "..._448" with the bound 448).
             "mxfp4": "even" (default), "floor" (OCP MX 1.0, 6.3), "rceil", "ceil".
-        search: of "nvfp4_exact": "full" tries four scales a block (quantising a decoded array again changes no
+        search: of "nvfp4_exact": "full" tries four scales a block (quantising a decoded array again changes
+        no
             value), "fast" two.
-        nan: "raise" `NonFiniteError`, or "propagate": the block that holds NaN or Inf decodes to NaN ("fp8": the
+        nan: "raise" `NonFiniteError`, or "propagate": the block that holds NaN or Inf decodes to NaN ("fp8":
+        the
             element alone).
         out: `QuantizedArray` of the same format, shape, axis and framework to write to.
         stream: None; host arrays have none.
@@ -166,7 +196,9 @@ def quantize(x, format="nvfp4_exact", axis=-1, outer="default", rounding="neares
     dispatch.check_stream("quantize", stream)
     fmt, operand = get_format(format), float_operand(x, "x")
     if rounding != "nearest":
-        raise ValueError(f"quantize: rounding={rounding!r}, but only 'nearest' is known; pass rounding='nearest'")
+        raise ValueError(
+            f"quantize: rounding={rounding!r}, but only 'nearest' is known; pass rounding='nearest'"
+        )
     array = operand.array
     axis = _check_axis(axis, array.ndim, array.shape)
     order = _order(array.ndim, axis)
@@ -174,9 +206,13 @@ def quantize(x, format="nvfp4_exact", axis=-1, outer="default", rounding="neares
     lead = tuple(n for i, n in enumerate(array.shape) if i != axis)
     given, outer_scale = _resolve_outer(outer, fmt, rows, lead, axis)
     target = _targets(out, fmt, operand, order) if out is not None else None
-    q = _kernels().quantize_rows(rows, fmt, scale_rule=scale_rule, search=search, nan=nan, out=target, **given)
+    q = _kernels().quantize_rows(
+        rows, fmt, scale_rule=scale_rule, search=search, nan=nan, out=target, **given
+    )
     clipped, underflowed, zero, overflow, _ = q.counts.tolist()
-    stats = QuantStats(q.sums[:, 0], q.sums[:, 1], q.sums[:, 2], clipped, underflowed, zero, overflow, operand.dtype)
+    stats = QuantStats(
+        q.sums[:, 0], q.sums[:, 1], q.sums[:, 2], clipped, underflowed, zero, overflow, operand.dtype
+    )
     scale = outer_scale(q.outer)
     if out is not None:
         return _fill(out, scale, stats)
@@ -192,19 +228,27 @@ def quantize(x, format="nvfp4_exact", axis=-1, outer="default", rounding="neares
 def _targets(out, fmt: Format, operand, order):
     """`out`'s bytes as rows to write to, after checking that they are what the result needs."""
     if not isinstance(out, QuantizedArray):
-        raise TypeError(f"quantize: out is a {type(out).__name__}, but a QuantizedArray is needed; leave out=None")
+        raise TypeError(
+            f"quantize: out is a {type(out).__name__}, but a QuantizedArray is needed; leave out=None"
+        )
     if (out.format, out.shape, out.order) != (fmt, operand.shape, order):
         raise ShapeError(
-            f"quantize: out is {out.format} of shape {out.shape} stored in order {out.order}, but the result is "
-            f"{fmt} of shape {operand.shape} in order {order}; pass an out made by the same call"
+            f"quantize: out is {out.format} of shape {out.shape} stored in order {out.order}, but the result "
+            f"is {fmt} of shape {operand.shape} in order {order}; pass an out made by the same call"
         )
-    parts = [wrap(p, f"out.{n}") for n, p in (("packed", out.packed), ("block_scale", out.block_scale)) if p is not None]
+    parts = [
+        wrap(p, f"out.{n}")
+        for n, p in (("packed", out.packed), ("block_scale", out.block_scale))
+        if p is not None
+    ]
     common_framework("quantize", operand, *parts)
     for p in parts:
         if not (p.array.flags.writeable and p.array.flags.c_contiguous):
             raise ValueError(f"quantize: {p.name} is read-only or not contiguous; pass out.copy()")
         if np.shares_memory(p.array, operand.array):
-            raise ValueError(f"quantize: {p.name} overlaps x in memory; pass an out that shares nothing with x")
+            raise ValueError(
+                f"quantize: {p.name} overlaps x in memory; pass an out that shares nothing with x"
+            )
     rows = out.rows
     arrays = [p.array.reshape(rows, p.array.shape[-1]) for p in parts]
     return arrays[0], arrays[1] if len(arrays) > 1 else None
@@ -214,8 +258,10 @@ def _fill(out: QuantizedArray, scale, stats) -> QuantizedArray:
     if scale is not None:
         target = wrap(out.outer_scale, "out.outer_scale").array
         if target.shape != scale.shape:
-            raise ShapeError(f"quantize: out.outer_scale has shape {target.shape}, but outer= makes {scale.shape}; "
-                             f"pass an out that was made with the same outer=")  # fmt: skip
+            raise ShapeError(
+                f"quantize: out.outer_scale has shape {target.shape}, but outer= makes {scale.shape}; "
+                f"pass an out that was made with the same outer="
+            )
         target[...] = scale
     out.stats, out._expanded = stats, None
     return out
@@ -224,7 +270,9 @@ def _fill(out: QuantizedArray, scale, stats) -> QuantizedArray:
 def _stored(xq: QuantizedArray):
     """(packed rows, block scale rows, outer per row or None, framework) of a container, as NumPy views."""
     if not isinstance(xq, QuantizedArray):
-        raise TypeError(f"dequantize: xq is a {type(xq).__name__}, but a QuantizedArray is needed; quantize it first")
+        raise TypeError(
+            f"dequantize: xq is a {type(xq).__name__}, but a QuantizedArray is needed; quantize it first"
+        )
     packed = wrap(xq.packed, "xq.packed")
     scale = None if xq.block_scale is None else wrap(xq.block_scale, "xq.block_scale").array
     rows = xq.rows
@@ -239,8 +287,8 @@ def _stored(xq: QuantizedArray):
 def dequantize(xq: QuantizedArray, dtype="float32", out=None):
     """Decode to an array of `dtype` and of the container's framework, in the logical shape.
 
-    float32 holds code * block_scale exactly and rounds the product with the outer scale once; "nvfp4_exact" and
-    "mxfp4" are exact in float32 and bfloat16.
+    float32 holds code * block_scale exactly and rounds the product with the outer scale once; "nvfp4_exact"
+    and "mxfp4" are exact in float32 and bfloat16.
 
     Args:
         xq: the container. dtype: "float32", "bfloat16", "float16" or "float64".
@@ -268,16 +316,21 @@ def dequantize(xq: QuantizedArray, dtype="float32", out=None):
 
 
 def expand(xq: QuantizedArray):
-    """E4M3 bytes, uint8 (\\*lead, K_padded), of code * block_scale; `ValueError` unless every product is exact."""
+    """E4M3 bytes, uint8 (\\*lead, K_padded), of code * block_scale; `ValueError` unless every product is
+    exact.
+    """
     packed, scale, _, framework = _stored(xq)
     rows = _kernels().expand_rows(packed, scale, xq.format)
     return unwrap(rows.reshape(*xq.lead, xq.k_padded), framework)
 
 
-def fake_quantize(x: np.ndarray, format="nvfp4_exact", axis=-1, outer="default", search="fast", out=None) -> np.ndarray:
+def fake_quantize(
+    x: np.ndarray, format="nvfp4_exact", axis=-1, outer="default", search="fast", out=None
+) -> np.ndarray:
     """``dequantize(quantize(x))`` of a NumPy array in one pass, bit for bit: what the FP4 track sees of `x`.
 
-    Returns bfloat16 for bfloat16, else float32. `out`: C-contiguous float32 or bfloat16 of x's shape, for axis -1.
+    Returns bfloat16 for bfloat16, else float32. `out`: C-contiguous float32 or bfloat16 of x's shape, for
+    axis -1.
     """
     fmt = get_format(format)
     axis = _check_axis(axis, x.ndim, x.shape)
@@ -285,7 +338,9 @@ def fake_quantize(x: np.ndarray, format="nvfp4_exact", axis=-1, outer="default",
     lead = tuple(n for i, n in enumerate(x.shape) if i != axis)
     given, _ = _resolve_outer(outer, fmt, rows, lead, axis)
     if out is not None and axis != x.ndim - 1:
-        raise ShapeError(f"fake_quantize: out= needs the blocks along the last axis, but axis is {axis}; leave out=None")
+        raise ShapeError(
+            f"fake_quantize: out= needs the blocks along the last axis, but axis is {axis}; leave out=None"
+        )
     target = None if out is None else out.reshape(rows.shape)
     value = _kernels().fake_quantize_rows(rows, fmt, search=search, out=target, **given)
     if out is not None:

@@ -1,1 +1,1 @@
-"""The reference: pure NumPy, slow and readable, bit-exact where a format is. Kernels are checked against it."""
+"""The reference: pure NumPy, readable, bit-exact where a format is; kernels are checked against it."""

@@ -1,8 +1,8 @@
 """Element and scale encodings of the OCP Microscaling formats, one array operation at a time.
 
-E2M1, E4M3 and E8M0 are those of "OCP Microscaling Formats (MX) v1.0", section 5.3 and 5.4, and "OFP8 v1.0". Every
-encoder rounds half to even and saturates. NaN: E4M3 and E8M0 have a code for it, E2M1 has none, so `encode_e2m1`
-raises; none of them turns a NaN into a number.
+E2M1, E4M3 and E8M0 are those of "OCP Microscaling Formats (MX) v1.0", section 5.3 and 5.4, and "OFP8 v1.0".
+Every encoder rounds half to even and saturates. NaN: E4M3 and E8M0 have a code for it, E2M1 has none, so
+`encode_e2m1` raises; none of them turns a NaN into a number.
 """
 
 from __future__ import annotations
@@ -19,10 +19,21 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 #: value of each E4M3 byte; 0x7F and 0xFF are NaN.
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)  # (256,)
 #: value of each E8M0 byte, 2^(byte - 127); byte 0 is 2^-127, 0xFF is NaN.
-E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan)).astype(np.float32)  # (256,)
+E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan)).astype(
+    np.float32
+)  # (256,)
 
-# Midpoints between neighbouring magnitudes. A tie goes to the even code, so it goes up where the code above is even.
-_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+# Midpoints between neighbouring magnitudes. A tie goes to the even code, so it goes up where the code above
+# is even.
+_MIDPOINTS = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
 
 
 def encode_e2m1(x: np.ndarray) -> np.ndarray:
@@ -33,7 +44,9 @@ def encode_e2m1(x: np.ndarray) -> np.ndarray:
     """
     x = np.asarray(x)
     if np.isnan(x).any():
-        raise ValueError("encode_e2m1: x holds NaN, which E2M1 cannot; decide what it becomes before encoding")
+        raise ValueError(
+            "encode_e2m1: x holds NaN, which E2M1 cannot; decide what it becomes before encoding"
+        )
     a = np.abs(x)
     code = np.zeros(x.shape, np.uint8)
     for middle, tie_goes_up in _MIDPOINTS:
@@ -70,7 +83,9 @@ def encode_e8m0(x: np.ndarray, round_mode: str = "nearest") -> np.ndarray:
     x = np.asarray(x, np.float32)
     mantissa, exponent = np.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
     if round_mode not in ("nearest", "up", "down"):
-        raise ValueError(f"encode_e8m0: round_mode is {round_mode!r}, but 'nearest', 'up' or 'down' is needed")
+        raise ValueError(
+            f"encode_e8m0: round_mode is {round_mode!r}, but 'nearest', 'up' or 'down' is needed"
+        )
     up = {"nearest": mantissa >= 0.75, "up": mantissa > 0.5, "down": np.zeros(x.shape, bool)}[round_mode]
     byte = np.where(x == 0, 0, np.where(np.isinf(x), 254, np.clip(exponent - 1 + up + 127, 0, 254)))
     return np.where(np.isnan(x) | (x < 0), E8M0_NAN, byte).astype(np.uint8)
@@ -89,13 +104,17 @@ def pack(codes: np.ndarray, nibble_order: str = "low_first") -> np.ndarray:
     """
     codes = np.asarray(codes, np.uint8)
     if codes.ndim == 0 or codes.shape[-1] % 2:
-        raise ValueError(f"pack: the last axis of codes of shape {codes.shape} must be even; pad it with zeros")
+        raise ValueError(
+            f"pack: the last axis of codes of shape {codes.shape} must be even; pad it with zeros"
+        )
     low, high = _order(codes[..., ::2], codes[..., 1::2], nibble_order, "pack")
     return (low & 15) | (high << 4)
 
 
 def unpack(packed: np.ndarray, nibble_order: str = "low_first") -> np.ndarray:
-    """Codes of packed bytes, uint8 (..., 2 * bytes); "high_first" reads files that hold the even k in the high nibble."""
+    """Codes of packed bytes, uint8 (..., 2 * bytes); "high_first" reads files that hold the even k in the
+    high nibble.
+    """
     packed = np.asarray(packed, np.uint8)
     codes = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
     codes[..., ::2], codes[..., 1::2] = _order(packed & 15, packed >> 4, nibble_order, "unpack")
@@ -104,7 +123,9 @@ def unpack(packed: np.ndarray, nibble_order: str = "low_first") -> np.ndarray:
 
 def _order(first, second, nibble_order, where):
     if nibble_order not in ("low_first", "high_first"):
-        raise ValueError(f"{where}: nibble_order is {nibble_order!r}, but 'low_first' or 'high_first' is needed")
+        raise ValueError(
+            f"{where}: nibble_order is {nibble_order!r}, but 'low_first' or 'high_first' is needed"
+        )
     return (first, second) if nibble_order == "low_first" else (second, first)
 
 

@@ -1,9 +1,10 @@
 """The quantisers in NumPy: nvfp4_exact, nvfp4 (Transformer Engine's rule, four-over-six), mxfp4, fp8.
 
-A value decodes as code * block_scale * outer_scale. Everything is float32 and the order of the operations is part of
-the rule: kernels must give the same bytes. Blocks run along `axis`, which is stored last and padded with zeros to a
-whole number of blocks. A block of zeros has scale byte 0 and codes 0. A block that holds NaN or Inf either raises or,
-with ``nan="propagate"``, gets a NaN scale; amax is taken over the finite elements, so that it harms no other block.
+A value decodes as code * block_scale * outer_scale. Everything is float32 and the order of the operations is
+part of the rule: kernels must give the same bytes. Blocks run along `axis`, which is stored last and padded
+with zeros to a whole number of blocks. A block of zeros has scale byte 0 and codes 0. A block that holds NaN
+or Inf either raises or, with ``nan="propagate"``, gets a NaN scale; amax is taken over the finite elements,
+so that it harms no other block.
 """
 
 from __future__ import annotations
@@ -13,8 +14,19 @@ from typing import NamedTuple
 import numpy as np
 
 from .formats import (
-    E2M1, E4M3, E4M3_MAX, E4M3_NAN, E8M0, E8M0_NAN, FLT_MAX, decode_e4m3, encode_e2m1, encode_e4m3, pack, unpack,
-)  # fmt: skip
+    E2M1,
+    E4M3,
+    E4M3_MAX,
+    E4M3_NAN,
+    E8M0,
+    E8M0_NAN,
+    FLT_MAX,
+    decode_e4m3,
+    encode_e2m1,
+    encode_e4m3,
+    pack,
+    unpack,
+)
 
 BLOCK = {"nvfp4_exact": 16, "nvfp4": 16, "mxfp4": 32, "fp8": 1}
 DEFAULT_OUTER = {"nvfp4_exact": "row", "nvfp4": "tensor", "mxfp4": None, "fp8": "row"}
@@ -24,7 +36,8 @@ SCALE_RULES = {
     "mxfp4": ("even", "floor", "rceil", "ceil"),
     "fp8": (None,),
 }
-#: Outer exponents e. Every code * block scale * 2^e is then a normal float32 and bfloat16 (nvfp4_exact needs 2^(e-7)).
+#: Outer exponents e. Every code * block scale * 2^e is then a normal float32 and bfloat16 (nvfp4_exact needs
+#: 2^(e-7)).
 MIN_EXPONENT, MAX_EXPONENT = -119, 120
 
 # nvfp4_exact's 37 scales m * 2^k, m in {1, 1.25, 1.5}: those whose product with any E2M1 value fits E4M3.
@@ -39,8 +52,10 @@ PAIR_EDGE = 6 * (_BELOW + np.array([0.5, 0.5, 0.625] * 12 + [0.5], np.float32) *
 
 
 class Quantized(NamedTuple):
-    """`packed` uint8 (*lead, Kp/2) or, fp8, (*lead, K); `block_scale` uint8 (*lead, Kp/block) or None; `outer_scale`
-    float32, 1 in the axes it does not vary over, or None; logical `shape`; `k`, length of the blocked axis; `axis`."""
+    """`packed` uint8 (*lead, Kp/2) or, fp8, (*lead, K); `block_scale` uint8 (*lead, Kp/block) or None;
+    `outer_scale` float32, 1 in the axes it does not vary over, or None; logical `shape`; `k`, length of the
+    blocked axis; `axis`.
+    """
 
     packed: np.ndarray
     block_scale: np.ndarray | None
@@ -52,7 +67,9 @@ class Quantized(NamedTuple):
 
 
 def outer_exponent(amax: np.ndarray) -> np.ndarray:
-    """Least e >= MIN_EXPONENT with amax <= 288 * 2^e, by the exponent bits (288 = 0.5625 * 2^9); 0 for amax 0."""
+    """Least e >= MIN_EXPONENT with amax <= 288 * 2^e, by the exponent bits (288 = 0.5625 * 2^9); 0 for amax
+    0.
+    """
     mantissa, exponent = np.frexp(np.asarray(amax, np.float32))
     e = exponent - 9 + (mantissa > np.float32(0.5625))
     return np.where(amax == 0, 0, np.maximum(e, MIN_EXPONENT)).astype(np.int32)
@@ -72,7 +89,9 @@ def quantize(x, fmt="nvfp4_exact", axis=-1, outer="default", scale_rule=None, se
     stored = np.moveaxis(x, axis, -1).astype(np.float32)  # (*lead, K)
     finite = np.isfinite(stored)
     if nan == "raise" and not finite.all():
-        raise ValueError(f"quantize: x holds {np.sum(~finite)} NaN or Inf; remove them or pass nan='propagate'")
+        raise ValueError(
+            f"quantize: x holds {np.sum(~finite)} NaN or Inf; remove them or pass nan='propagate'"
+        )
     block = BLOCK[fmt]
     pad = -stored.shape[-1] % block
     width = [(0, 0)] * (stored.ndim - 1) + [(0, pad)]
@@ -98,7 +117,8 @@ def _finish(fmt, codes, block_scale, bad, blocks):
 
 
 def _group_amax(blocks: np.ndarray, axis: int, outer: str) -> np.ndarray:
-    """amax of each group that shares an outer scale, float32, with the axes it does not vary over kept as 1."""
+    """amax of each group that shares an outer scale, float32, with the axes it does not vary over kept as 1.
+    """
     lead = blocks.ndim - 2  # axes of the stored array without the blocked one
     rest = [a for a in range(lead + 1) if a != axis]  # logical axis of each leading stored axis
     if outer == "row":
@@ -110,7 +130,9 @@ def _group_amax(blocks: np.ndarray, axis: int, outer: str) -> np.ndarray:
     elif outer == "head" and lead == 3 and axis in (1, 3):  # (batch, seq, heads, dim)
         keep = [0, 2]
     else:
-        raise ValueError(f"quantize: outer={outer!r} does not fit an array of {lead + 1} axes blocked along {axis}")
+        raise ValueError(
+            f"quantize: outer={outer!r} does not fit an array of {lead + 1} axes blocked along {axis}"
+        )
     reduce = tuple(i for i, a in enumerate(rest) if a not in keep) + (lead, lead + 1)
     return np.abs(blocks).max(reduce, keepdims=True, initial=np.float32(0))[..., 0]
 
@@ -131,7 +153,7 @@ def _power(e: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), e).astype(np.float32)
 
 
-# ---- nvfp4_exact -----------------------------------------------------------------------------------------------------
+# ---- nvfp4_exact -------------------------------------------------------------------------------------------
 def _exact(blocks, axis, outer, scale_rule, search):
     amax, e = _outer(blocks, axis, outer, "row")
     e = outer_exponent(amax) if e is None else e
@@ -167,14 +189,18 @@ def _squared_error(t, index):
 
     T = rint(16 |t| / s) up to 255 and Q = 16 E2M1(|t| / s), so the error in t is (T - Q) s / 16.
     """
-    fine = np.rint(np.minimum(t * (np.float32(16) * INVERSE[index])[..., None], np.float32(255))).astype(np.int64)
+    fine = np.rint(np.minimum(t * (np.float32(16) * INVERSE[index])[..., None], np.float32(255))).astype(
+        np.int64
+    )
     coarse = (16 * E2M1[encode_e2m1(t * INVERSE[index][..., None])]).astype(np.int64)
     return ((fine - coarse) ** 2).sum(-1) * WEIGHT[index]
 
 
-# ---- nvfp4 -----------------------------------------------------------------------------------------------------------
+# ---- nvfp4 -------------------------------------------------------------------------------------------------
 def _nvfp4(blocks, axis, outer, scale_rule, search):
-    """Transformer Engine's NVFP4 (its order of float32 operations) and Four Over Six (arXiv 2512.02010) as it has it."""
+    """Transformer Engine's NVFP4 (its order of float32 operations) and Four Over Six (arXiv 2512.02010) as it
+    has it.
+    """
     rule = scale_rule or "te"
     if rule not in SCALE_RULES["nvfp4"]:
         raise ValueError(f"quantize: scale_rule is {rule!r}, but nvfp4 knows {SCALE_RULES['nvfp4']}")
@@ -218,9 +244,10 @@ def _four_over_six_error(blocks, codes, scale, amax, bound, absolute):
     return total
 
 
-# ---- mxfp4, fp8 ------------------------------------------------------------------------------------------------------
-# Added to the bits of amax before its exponent is read: "floor" is OCP MX 6.3; "even" goes up from 1.75 * 2^k, where
-# the element would round to 8; "rceil" is the least power of two that does not clip, "ceil" rounds log2(amax) up.
+# ---- mxfp4, fp8 --------------------------------------------------------------------------------------------
+# Added to the bits of amax before its exponent is read: "floor" is OCP MX 6.3; "even" goes up from 1.75 *
+# 2^k, where the element would round to 8; "rceil" is the least power of two that does not clip, "ceil" rounds
+# log2(amax) up.
 MX_ROUND = {"floor": 0, "even": 0x200000, "rceil": 0x3FFFFF, "ceil": 0x7FFFFF}
 
 
@@ -250,7 +277,7 @@ def _fp8(blocks, axis, outer, scale_rule, search):
 _QUANTIZERS = {"nvfp4_exact": _exact, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "fp8": _fp8}
 
 
-# ---- back ------------------------------------------------------------------------------------------------------------
+# ---- back --------------------------------------------------------------------------------------------------
 def dequantize(q: Quantized) -> np.ndarray:
     """Values, float32, in the logical shape: (code * block_scale) * outer_scale, in that order."""
     if q.format == "fp8":
@@ -269,10 +296,14 @@ def expand(q: Quantized) -> np.ndarray:
     if q.format == "fp8":
         return q.packed
     if q.format == "mxfp4":
-        raise ValueError("expand: mxfp4's block scales are powers of two over 2^±127, which E4M3 does not hold; dequantize")
+        raise ValueError(
+            "expand: mxfp4's block scales are powers of two over 2^±127, which E4M3 does not hold; dequantize"
+        )
     value = E2M1[unpack(q.packed)] * np.repeat(E4M3[q.block_scale], 16, axis=-1)
     byte = encode_e4m3(value)
     exact = (E4M3[byte] == value) | np.isnan(value)
     if not exact.all():
-        raise ValueError(f"expand: {np.sum(~exact)} products of a code and its block scale do not fit E4M3; dequantize")
+        raise ValueError(
+            f"expand: {np.sum(~exact)} products of a code and its block scale do not fit E4M3; dequantize"
+        )
     return byte

@@ -1,7 +1,7 @@
 """Quantise, decode and expand on the CPU: 2-D C-contiguous rows in, arrays of bytes out.
 
-Rows are cut into one chunk a thread. Statistics are float64 sums of squares, exact but for their own rounding (relative
-error under K * 2^-53), so that a certificate may rely on them.
+Rows are cut into one chunk a thread. Statistics are float64 sums of squares, exact but for their own rounding
+(relative error under K * 2^-53), so that a certificate may rely on them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from ..formats import Format, get_format
 from ..interop import BFLOAT16
 from ..python_ref.quantize import MX_ROUND, SCALE_RULES, outer_exponent
 from . import cpu_quantize_kernels as kernels
+from .cpu_formats import E4M3, E8M0, FLT_MAX, FLT_TINY
 from .cpu_quantize_kernels import CODES, NONFINITE, STATS, VALUES
 from .threads import parallel_chunks
 
 # Elements worth waking a thread for (50 to 100 us): a search costs about 3 ns an element, the rest under 1.
 _LEAST_SEARCH, _LEAST = 1 << 16, 1 << 18
-_HALF_E4M3 = kernels.E4M3 * np.float32(0.5)
-_HALF_E8M0 = kernels.E8M0 * np.float32(0.5)
+_HALF_E4M3 = E4M3 * np.float32(0.5)
+_HALF_E8M0 = E8M0 * np.float32(0.5)
 _EMPTY = {t: np.empty(0, t) for t in (np.uint8, np.uint16, np.float32, np.float64)}
 
 
 class QuantizedRows(NamedTuple):
-    """`packed` uint8 (R, Kp/2) or fp8 (R, K); `block_scale` uint8 (R, Kp/block) or None; `outer` float32 (R,) decode
-    scales or None; `sums` float64 (R, 3), squares of x, of its quantised value, of the difference; `counts` int64
-    (5,): clipped elements, underflowed blocks, zero blocks, overflowed blocks, blocks with NaN or Inf."""
+    """`packed` uint8 (R, Kp/2) or fp8 (R, K); `block_scale` uint8 (R, Kp/block) or None; `outer` float32 (R,)
+    decode scales or None; `sums` float64 (R, 3), squares of x, of its quantised value, of the difference;
+    `counts` int64 (5,): clipped elements, underflowed blocks, zero blocks, overflowed blocks, blocks with NaN
+    or Inf.
+    """
 
     packed: np.ndarray
     block_scale: np.ndarray | None
@@ -37,17 +40,23 @@ class QuantizedRows(NamedTuple):
     counts: np.ndarray
 
 
-# ---- operands ----------------------------------------------------------------------------------------------------
+# ---- operands ----------------------------------------------------------------------------------------------
 def as_rows(x: np.ndarray) -> np.ndarray:
-    """`x` (R, K) as the kernels read it, C-contiguous: float32, or bfloat16's bits as uint16; others become float32."""
+    """`x` (R, K) as the kernels read it, C-contiguous: float32, or bfloat16's bits as uint16; others become
+    float32.
+    """
     if x.ndim != 2:
-        raise ShapeError(f"quantize_rows: x has shape {x.shape} but two axes are needed; reshape it to (rows, K)")
+        raise ShapeError(
+            f"quantize_rows: x has shape {x.shape} but two axes are needed; reshape it to (rows, K)"
+        )
     if x.dtype == np.float32 or x.dtype == np.uint16:
         return x if x.flags.c_contiguous else np.ascontiguousarray(x)
     if x.dtype == BFLOAT16:
         return np.ascontiguousarray(x).view(np.uint16)
     if x.dtype.kind != "f":
-        raise DTypeError(f"quantize_rows: x has dtype {x.dtype}, but a float is needed; use x.astype('float32')")
+        raise DTypeError(
+            f"quantize_rows: x has dtype {x.dtype}, but a float is needed; use x.astype('float32')"
+        )
     with np.errstate(over="ignore"):  # float64 beyond float32's range becomes Inf and is dealt with as such
         return np.ascontiguousarray(x, np.float32)
 
@@ -64,7 +73,9 @@ def _per_row(outer, rows: int) -> np.ndarray | None:
     if outer.size == rows:
         return np.ascontiguousarray(outer)
     if outer.size != 1:
-        raise ShapeError(f"outer_rows: {outer.size} outer scales for {rows} rows; pass one a row, or a single one")
+        raise ShapeError(
+            f"outer_rows: {outer.size} outer scales for {rows} rows; pass one a row, or a single one"
+        )
     return np.full(rows, outer[0], np.float32)
 
 
@@ -77,7 +88,7 @@ def amax_rows(x: np.ndarray) -> np.ndarray:
     return amax
 
 
-# ---- quantise ----------------------------------------------------------------------------------------------------
+# ---- quantise ----------------------------------------------------------------------------------------------
 def check_rule(fmt: Format, scale_rule: str | None) -> str | None:
     """The rule, or the format's default; raises `ValueError` for one that it has not."""
     rules = SCALE_RULES[fmt.name]
@@ -85,8 +96,11 @@ def check_rule(fmt: Format, scale_rule: str | None) -> str | None:
         return rules[0]
     if scale_rule not in rules:
         known = [r for r in rules if r]
-        raise ValueError(f"scale_rule: {scale_rule!r} is not a rule of {fmt}{nearest(scale_rule, known)}"
-                         if known else f"scale_rule: {fmt} has no scale rules; leave scale_rule=None")  # fmt: skip
+        raise ValueError(
+            f"scale_rule: {scale_rule!r} is not a rule of {fmt}{nearest(scale_rule, known)}"
+            if known
+            else f"scale_rule: {fmt} has no scale rules; leave scale_rule=None"
+        )
     return scale_rule
 
 
@@ -95,7 +109,9 @@ def _bound6(rule: str) -> np.float32:
 
 
 def _scales(fmt: Format, rule, outer, amax, rows: int):
-    """(amax, encode, decode, found by the kernel?), float32 (R,): from given decode scales, given amax, or neither."""
+    """(amax, encode, decode, found by the kernel?), float32 (R,): from given decode scales, given amax, or
+    neither.
+    """
     one = np.float32(1)
     if outer is None and amax is None:
         decode = np.empty(rows, np.float32)
@@ -110,17 +126,18 @@ def _scales(fmt: Format, rule, outer, amax, rows: int):
         elif fmt.name == "nvfp4_exact":
             decode = encode = np.ldexp(one, outer_exponent(amax)).astype(np.float32)
         elif fmt.name == "nvfp4":
-            encode = np.minimum(_bound6(rule) / amax, kernels.FLT_MAX)
+            encode = np.minimum(_bound6(rule) / amax, FLT_MAX)
             encode = np.where((amax == 0) | (encode == 0), one, encode)
             decode = one / encode
         else:
-            decode = np.where(amax == 0, one, np.maximum(amax / np.float32(448), kernels.FLT_TINY))
+            decode = np.where(amax == 0, one, np.maximum(amax / np.float32(448), FLT_TINY))
             encode = decode
     return tuple(_per_row(a, rows) for a in (amax, encode, decode)) + (False,)
 
 
 def _launch(fmt, rule, search, flat, k, scales, mode, packed, scale, values, sums):
-    """fn(start, stop) that runs the format's kernel on a chunk, and the list that gathers the chunks' counts."""
+    """fn(start, stop) that runs the format's kernel on a chunk, and the list that gathers the chunks' counts.
+    """
     amax, encode, decode, find = scales
     counts: list[np.ndarray] = []
     packed, scale, values, sums = (a.reshape(-1) for a in (packed, scale, values, sums))
@@ -133,8 +150,24 @@ def _launch(fmt, rule, search, flat, k, scales, mode, packed, scale, values, sum
         code, bound6 = (0 if rule == "te" else 2 if "mae" in rule else 1), _bound6(rule)
 
         def chunk(i, j, total):
-            kernels.nvfp4_rows(flat, k, i, j, amax, encode, decode, find, code, bound6, mode, packed, scale, values,
-                               sums, total)  # fmt: skip
+            kernels.nvfp4_rows(
+                flat,
+                k,
+                i,
+                j,
+                amax,
+                encode,
+                decode,
+                find,
+                code,
+                bound6,
+                mode,
+                packed,
+                scale,
+                values,
+                sums,
+                total,
+            )
     elif fmt.name == "mxfp4":
         rounding = np.int32(MX_ROUND[rule])
 
@@ -187,15 +220,16 @@ def _where(x: np.ndarray) -> str:
     )
 
 
-def quantize_rows(x, fmt="nvfp4_exact", outer_rows=None, scale_rule=None, search="fast", nan="raise", *,
-                  amax=None, out=None) -> QuantizedRows:  # fmt: skip
+def quantize_rows(
+    x, fmt="nvfp4_exact", outer_rows=None, scale_rule=None, search="fast", nan="raise", *, amax=None, out=None
+) -> QuantizedRows:
     """Quantise the rows of `x` (R, K), bit-equal to `python_ref.quantize.quantize`.
 
     Args:
-        x: float32, bfloat16 (or its bits as uint16), float16 or float64.
-        outer_rows: decode scales, one a row or a single one; powers of two for "nvfp4_exact". None: from `amax`.
-        amax: largest magnitudes, float32 (R,), of the group that shares each row's outer scale; None: of the row.
-        out: (packed, block_scale) to write to, C-contiguous uint8.
+        x: float32, bfloat16 (or its bits as uint16), float16 or float64. outer_rows: decode scales, one a row
+        or a single one; powers of two for "nvfp4_exact". None: from `amax`. amax: largest magnitudes, float32
+        (R,), of the group that shares each row's outer scale; None: of the row. out: (packed, block_scale) to
+        write to, C-contiguous uint8.
     """
     fmt, x = get_format(fmt), as_rows(x)
     rows, k = x.shape
@@ -211,11 +245,14 @@ def quantize_rows(x, fmt="nvfp4_exact", outer_rows=None, scale_rule=None, search
     return QuantizedRows(packed, scale, outer, sums, counts)
 
 
-def fake_quantize_rows(x, fmt="nvfp4_exact", outer_rows=None, search="fast", out=None, *, scale_rule=None, nan="raise",
-                       amax=None) -> np.ndarray:  # fmt: skip
-    """``dequantize_rows(quantize_rows(x))`` in one pass, bit for bit, without codes: float32 or bfloat16 (R, K).
+def fake_quantize_rows(
+    x, fmt="nvfp4_exact", outer_rows=None, search="fast", out=None, *, scale_rule=None, nan="raise", amax=None
+) -> np.ndarray:
+    """``dequantize_rows(quantize_rows(x))`` in one pass, bit for bit, without codes: float32 or bfloat16 (R,
+    K).
 
-    `out` (R, K) is float32, bfloat16 or its bits as uint16; without it, bfloat16 in gives bfloat16, else float32.
+    `out` (R, K) is float32, bfloat16 or its bits as uint16; without it, bfloat16 in gives bfloat16, else
+    float32.
     """
     fmt, x = get_format(fmt), as_rows(x)
     if out is None:
@@ -235,11 +272,12 @@ def _writable(out: np.ndarray, shape: tuple[int, int], where: str) -> np.ndarray
     return view
 
 
-# ---- back --------------------------------------------------------------------------------------------------------
+# ---- back --------------------------------------------------------------------------------------------------
 def dequantize_rows(packed, block_scale, outer_rows, fmt, k: int, out=None) -> np.ndarray:
     """Values (R, K) of packed rows, float32 or as `out` has it (float32, bfloat16): (code * scale) * outer.
 
-    `packed` (R, Kp/2) or fp8 (R, K); `block_scale` (R, Kp/block) or None; `outer_rows` one a row, a single one, None.
+    `packed` (R, Kp/2) or fp8 (R, K); `block_scale` (R, Kp/block) or None; `outer_rows` one a row, a single
+    one, None.
     """
     fmt, rows = get_format(fmt), packed.shape[0]
     if out is None:
@@ -266,7 +304,9 @@ def _half(fmt: Format) -> np.ndarray:
 
 
 def expand_rows(packed, block_scale, fmt, out=None) -> np.ndarray:
-    """E4M3 bytes (R, Kp) of packed rows with the block scale folded in; `ValueError` unless every product is exact."""
+    """E4M3 bytes (R, Kp) of packed rows with the block scale folded in; `ValueError` unless every product is
+    exact.
+    """
     fmt = get_format(fmt)
     if fmt.block == 0:
         return packed
@@ -274,7 +314,9 @@ def expand_rows(packed, block_scale, fmt, out=None) -> np.ndarray:
     if out is None:
         out = np.empty((rows, 2 * packed.shape[1]), np.uint8)
     if fmt.name == "mxfp4":
-        raise ValueError("expand: block scales of mxfp4 span 2^-127 to 2^127, which E4M3 does not hold; use dequantize")
+        raise ValueError(
+            "expand: block scales of mxfp4 span 2^-127 to 2^127, which E4M3 does not hold; use dequantize"
+        )
     codes, scale, target = (np.ascontiguousarray(a).reshape(-1) for a in (packed, block_scale, out))
     inexact: list[int] = []
 
@@ -284,8 +326,8 @@ def expand_rows(packed, block_scale, fmt, out=None) -> np.ndarray:
     parallel_chunks(scale.size, chunk, _LEAST // 16)
     if sum(inexact):
         raise ValueError(
-            f"expand: {sum(inexact)} of {target.size} products of a code and its block scale need more than E4M3's "
-            f"four bits, as those of format {fmt} may; use dequantize, or quantise as 'nvfp4_exact'"
+            f"expand: {sum(inexact)} of {target.size} products of a code and its block scale need more than "
+            f"E4M3's four bits, as those of format {fmt} may; use dequantize, or quantise as 'nvfp4_exact'"
         )
     return out
 

@@ -1,44 +1,63 @@
-"""The quantisers as numba kernels over rows: bit-equal to `python_ref.quantize`, whose comments hold the rules.
+"""The quantisers as numba kernels over rows: bit-equal to `python_ref.quantize`, whose comments hold the
+rules.
 
-Every kernel works on rows ``start`` to ``stop`` of a flat C-contiguous array, one block of 16 (32) lanes at a time.
-`mode` is a sum of CODES (write packed and scale), VALUES (write the decoded values) and STATS (row norms). Counts go
-to `total`, int64 (5,): see CLIPPED to NONFINITE. float32 operations are the reference's, in its order; float64 is
-used for statistics alone.
+Every kernel works on rows ``start`` to ``stop`` of a flat C-contiguous array, one block of 16 (32) lanes at a
+time. `mode` is a sum of CODES (write packed and scale), VALUES (write the decoded values) and STATS (row
+norms). Counts go to `total`, int64 (5,): see CLIPPED to NONFINITE. float32 operations are the reference's, in
+its order; float64 is used for statistics alone.
 """
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
-from numba import njit
 
 from . import simd
-from .simd import bits, count, from_bits, lane, load, max_lane, offset, pointer, select, splat, store, sum_lanes, to_f64
+from .cpu_formats import (
+    ABS,
+    E4M3,
+    E8M0,
+    FINE_MAX,
+    FLT_MAX,
+    FLT_TINY,
+    INF_BITS,
+    NAN,
+    ROUND_16TH,
+    SIGN,
+    SIX,
+    SIXTH,
+    e2m1_code,
+    e2m1_decode,
+    e2m1_value,
+    e4m3_byte,
+    e4m3_codes,
+    e4m3_values,
+    f32,
+    i32,
+    inline,
+    kernel,
+    load_block,
+    minimum,
+    outer_exponent,
+    power_of_two,
+    scalar_bits,
+    scalar_from_bits,
+    scale_index,
+    sign_code,
+    store_block,
+    with_sign,
+)  # fmt: skip
+from .simd import bits, count, from_bits, max_lane, offset, pointer, select, splat, sum_lanes, to_f64
 
 CODES, VALUES, STATS = 1, 2, 4
 CLIPPED, UNDERFLOWED, ZERO, OVERFLOW, NONFINITE = range(5)
 
-f32, i32 = np.float32, np.int32
-# x + 1.5 * 2^(23 - n) rounds x to a multiple of 2^-n, half to even, and leaves x * 2^n in the low bits.
-ROUND_HALF, ROUND_ONE, ROUND_TWO = f32(1.5 * 2**22), f32(1.5 * 2**23), f32(1.5 * 2**24)
-ROUND_16TH, ROUND_512TH = f32(1.5 * 2**19), f32(1.5 * 2**14)
-BITS_HALF, BITS_ONE, BITS_TWO = (i32(v.view(i32)) for v in (ROUND_HALF, ROUND_ONE, ROUND_TWO))
-BITS_512TH = i32(ROUND_512TH.view(i32))
-INF_BITS, ABS, SIGN = i32(0x7F800000), i32(0x7FFFFFFF), i32(-0x80000000)
-FLT_MAX, SIXTH = np.finfo(f32).max, f32(1) / f32(6)
-FLT_TINY = np.finfo(f32).tiny
 # Clipping is counted beyond what the rounding of 1/s can cause.
 SIX_PLUS, TOP_PLUS = f32(6 * (1 + 2**-20)), f32(448 * (1 + 2**-20))
-TWO, FOUR, SIX, FINE_MAX, NAN = f32(2), f32(4), f32(6), f32(255 / 16), f32(np.nan)
-MIN_EXPONENT = -119
-
-E8M0 = np.append(np.ldexp(f32(1), np.arange(255) - 127), f32(np.nan)).astype(f32)  # (256,)
-E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(f32)  # (256,)
 BYTE = np.array([8 * (7 + k) + m for k in range(-6, 6) for m in (0, 2, 4)] + [0x68], np.uint8)  # (37,)
 SCALE = E4M3[BYTE]  # (37,) the scales of nvfp4_exact
 INVERSE = f32(1) / SCALE
-# (4m)^2 4^k. Block errors are sums of 16 squares of multiples of 1/16 under 10, so that float32 holds them and these
-# products exactly: the integers of the reference, in another unit.
+# (4m)^2 4^k. Block errors are sums of 16 squares of multiples of 1/16 under 10, so that float32 holds them
+# and these products exactly: the integers of the reference, in another unit.
 WEIGHT = np.array([m * m * 4.0**k for k in range(-6, 6) for m in (4, 5, 6)] + [16 * 4.0**6], f32)
 _BELOW = np.append(f32(0.75) * SCALE[0], SCALE[:-1])
 PAIR_EDGE = SIX * (_BELOW + np.array([0.5, 0.5, 0.625] * 12 + [0.5], f32) * (SCALE - _BELOW))
@@ -47,127 +66,8 @@ _G = np.arange(37)
 PAIR_A = np.clip(np.stack([_G - 1, _G - (_G % 3 == 1)]), 0, 36)
 PAIR_B = np.clip(np.stack([_G + 1, _G + (_G % 3 != 1)]), 0, 36)
 
-kernel = njit(nogil=True, cache=True, error_model="numpy")
-inline = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
 
-
-# ---- scalars ---------------------------------------------------------------------------------------------------------
-@inline
-def scalar_bits(x):
-    return lane(bits(splat(x)), 0)
-
-
-@inline
-def scalar_from_bits(b):
-    return lane(from_bits(splat(i32(b))), 0)
-
-
-@inline
-def power_of_two(e):
-    return scalar_from_bits((e + 127) << 23)
-
-
-@inline
-def outer_exponent(amax_bits):
-    """Least e >= -119 with amax <= 288 * 2^e; 0 for amax 0. 288 = 1.125 * 2^8."""
-    if amax_bits == 0:
-        return 0
-    e = (amax_bits >> 23) - 127 - 8 + ((amax_bits & 0x7FFFFF) > 0x100000)
-    return max(e, MIN_EXPONENT)
-
-
-@inline
-def e4m3_byte(y):
-    """E4M3 byte of 0 <= y <= 448, half to even."""
-    if y < f32(2**-6):
-        return scalar_bits(y + ROUND_512TH) - BITS_512TH
-    b = scalar_bits(y)
-    return ((b + i32(0x7FFFF) + ((b >> 20) & 1)) >> 20) - 960
-
-
-@inline
-def scale_index(amax_bits):
-    """Index of the least of the 37 scales with 6 s >= amax; thresholds 1.125, 1.5, 1.875 within an octave."""
-    fraction = amax_bits & 0x7FFFFF
-    step = (fraction > 0x100000) + (fraction > 0x400000) + (fraction > 0x700000)
-    return min(max(3 * ((amax_bits >> 23) - 127) + 11 + step, 0), 36)
-
-
-# ---- 16 lanes --------------------------------------------------------------------------------------------------------
-@inline
-def load_block(x, base, n):
-    """Up to 16 elements; what lies beyond `n` reads as zero."""
-    return load(x, base) if n >= 16 else simd.load_first(x, base, n)
-
-
-@inline
-def store_block(out, base, n, value):
-    if n >= 16:
-        store(out, base, value)
-    else:
-        simd.store_first(out, base, n, value)
-
-
-@inline
-def minimum(a, b):
-    return select(a < b, a, splat(b))
-
-
-@inline
-def e2m1_value(v):
-    """0 <= v <= 6 rounded to {0, .5, 1, 1.5, 2, 3, 4, 6}, half to even: the step is .5 under 2, 1 under 4, then 2."""
-    magic = select(v < FOUR, select(v < TWO, splat(ROUND_HALF), splat(ROUND_ONE)), splat(ROUND_TWO))
-    return (v + magic) - magic
-
-
-@inline
-def e2m1_code(v):
-    """Code of the same: the rounded multiple of the step, plus 0, 2 or 4."""
-    low, middle = v < TWO, v < FOUR
-    magic = select(middle, select(low, splat(ROUND_HALF), splat(ROUND_ONE)), splat(ROUND_TWO))
-    zero = select(
-        middle,
-        select(low, splat(i32(BITS_HALF)), splat(i32(BITS_ONE - 2))),
-        splat(i32(BITS_TWO - 4)),
-    )
-    return bits(v + magic) - zero
-
-
-@inline
-def sign_code(x_bits):
-    return (x_bits >> i32(28)) & i32(8)
-
-
-@inline
-def with_sign(value, x_bits):
-    return from_bits(bits(value) | (x_bits & SIGN))
-
-
-@inline
-def e4m3_codes(a):
-    """E4M3 bytes, int32 lanes, of 0 <= a <= 448."""
-    b = bits(a)
-    normal = ((b + i32(0x7FFFF) + ((b >> i32(20)) & i32(1))) >> i32(20)) - i32(960)
-    return select(a < f32(2**-6), bits(a + ROUND_512TH) - BITS_512TH, normal)
-
-
-@inline
-def e4m3_values(b):
-    """float32 values of E4M3 bytes in int32 lanes, sign and NaN included."""
-    a = b & i32(0x7F)
-    value = select(a < i32(8), simd.to_f32(a) * f32(2**-9), from_bits((a << i32(20)) + i32(120 << 23)))
-    return from_bits(bits(select(a == i32(0x7F), splat(NAN), value)) | ((b & i32(0x80)) << i32(24)))
-
-
-@inline
-def e2m1_decode(c):
-    """Twice the value of codes 0..15, float32: an integer, so that no subnormal number appears on the way."""
-    a = c & i32(7)
-    twice = select(a < i32(4), a, select(a < i32(6), (a << i32(1)) - i32(4), (a << i32(2)) - i32(16)))
-    return from_bits(bits(simd.to_f32(twice)) | ((c & i32(8)) << i32(28)))
-
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------------------
 @inline
 def row_amax(x, base, k):
     """Bits of the largest finite magnitude of a row."""
@@ -299,7 +199,7 @@ def exact_rows(x, k, start, stop, decode, find_outer, full, mode, packed, scale,
     add_counts(total, clipped, underflowed, zero, overflow, nonfinite)
 
 
-# ---- nvfp4 -------------------------------------------------------------------------------------------------------
+# ---- nvfp4 -------------------------------------------------------------------------------------------------
 @inline
 def nvfp4_multiplier(byte, decode):
     return min(f32(1) / (E4M3[byte] * decode), FLT_MAX)
@@ -324,13 +224,32 @@ def four_over_six_byte(a, top, encode, decode, amax, bound6, absolute):
 
 @kernel
 def nvfp4_rows(
-    x, k, start, stop, amax, encode, decode, find_outer, rule, bound6, mode, packed, scale, values, sums, total
+    x,
+    k,
+    start,
+    stop,
+    amax,
+    encode,
+    decode,
+    find_outer,
+    rule,
+    bound6,
+    mode,
+    packed,
+    scale,
+    values,
+    sums,
+    total,
 ):
     """`rule`: 0 Transformer Engine, 1 four-over-six by squared error, 2 by absolute error."""
     x, decode, total, sums = pointer(x), pointer(decode), pointer(total), pointer(sums)
     packed, scale, values, amax, encode = (
-        pointer(packed), pointer(scale), pointer(values), pointer(amax), pointer(encode),
-    )  # fmt: skip
+        pointer(packed),
+        pointer(scale),
+        pointer(values),
+        pointer(amax),
+        pointer(encode),
+    )
     blocks = (k + 15) // 16
     clipped = underflowed = zero = overflow = nonfinite = 0
     for r in range(start, stop):
@@ -377,7 +296,7 @@ def nvfp4_rows(
     add_counts(total, clipped, underflowed, zero, overflow, nonfinite)
 
 
-# ---- mxfp4 -------------------------------------------------------------------------------------------------------
+# ---- mxfp4 -------------------------------------------------------------------------------------------------
 @kernel
 def mxfp4_rows(x, k, start, stop, rounding, mode, packed, scale, values, sums, total):
     """`rounding` is added to the bits of amax before its exponent is read."""
@@ -396,8 +315,17 @@ def mxfp4_rows(x, k, start, stop, rounding, mode, packed, scale, values, sums, t
                 zero += top == 0
                 nonfinite += top != 0
                 for h in range(2):
-                    write_empty(mode, top != 0, 0xFF, 2 * at + h, base + 16 * h, n - 16 * h, packed,
-                                offset(scale, at), values)  # fmt: skip
+                    write_empty(
+                        mode,
+                        top != 0,
+                        0xFF,
+                        2 * at + h,
+                        base + 16 * h,
+                        n - 16 * h,
+                        packed,
+                        offset(scale, at),
+                        values,
+                    )
                 continue
             exponent = ((top + rounding) >> 23) - 2
             underflowed += exponent < 0
@@ -423,7 +351,7 @@ def mxfp4_rows(x, k, start, stop, rounding, mode, packed, scale, values, sums, t
     add_counts(total, clipped, underflowed, zero, 0, nonfinite)
 
 
-# ---- fp8 ---------------------------------------------------------------------------------------------------------
+# ---- fp8 ---------------------------------------------------------------------------------------------------
 @kernel
 def fp8_rows(x, k, start, stop, decode, find_outer, mode, packed, values, sums, total):
     x, decode, total, sums = pointer(x), pointer(decode), pointer(total), pointer(sums)
@@ -443,7 +371,9 @@ def fp8_rows(x, k, start, stop, decode, find_outer, mode, packed, values, sums, 
             nonfinite += count(bad)
             v = from_bits(x_bits & ABS) * encode
             clipped += count(v > TOP_PLUS)
-            byte = select(bad, splat(i32(0x7F)), e4m3_codes(minimum(v, f32(448))) | ((x_bits >> i32(24)) & i32(0x80)))
+            byte = select(
+                bad, splat(i32(0x7F)), e4m3_codes(minimum(v, f32(448))) | ((x_bits >> i32(24)) & i32(0x80))
+            )
             if mode & CODES:
                 simd.store_bytes(packed, base, n, byte)
             if mode & (VALUES | STATS):
@@ -458,10 +388,12 @@ def fp8_rows(x, k, start, stop, decode, find_outer, mode, packed, values, sums, 
     add_counts(total, clipped, 0, 0, 0, nonfinite)
 
 
-# ---- back --------------------------------------------------------------------------------------------------------
+# ---- back --------------------------------------------------------------------------------------------------
 @kernel
 def dequantize_rows(packed, scale, outer, half_scale, block, k, start, stop, out):
-    """(code * block scale) * outer scale; `half_scale` (256,) is half of each scale byte's value, `block` 16 or 32."""
+    """(code * block scale) * outer scale; `half_scale` (256,) is half of each scale byte's value, `block` 16
+    or 32.
+    """
     packed, scale, outer, out = pointer(packed), pointer(scale), pointer(outer), pointer(out)
     half_scale = pointer(half_scale)
     parts, per_row = (k + 15) // 16, (k + block - 1) // block

@@ -1,8 +1,9 @@
-"""Short vectors inside numba kernels: 16 lanes of float32, int32, float64, uint8 or bool, as LLVM vector values.
+"""Short vectors inside numba kernels: 16 lanes of float32, int32, float64, uint8 or bool, as LLVM vector
+values.
 
-LLVM turns them into AVX-512, AVX2 or NEON instructions. No operation is contracted or reassociated, so a kernel
-written with them rounds as its scalar form does. Operators + - * / & | ^ << >> < <= > >= == work on two vectors or
-on a vector and a scalar; the rest are the functions below.
+LLVM turns them into AVX-512, AVX2 or NEON instructions. No operation is contracted or reassociated, so a
+kernel written with them rounds as its scalar form does. Operators + - * / & | ^ << >> < <= > >= == work on
+two vectors or on a vector and a scalar; the rest are the functions below.
 
 >>> import numba, numpy as np
 >>> @numba.njit
@@ -40,9 +41,13 @@ class _VectorModel(models.PrimitiveModel):
 
 
 _LLVM = {
-    types.float32: ir.FloatType(), types.float64: ir.DoubleType(), types.int32: ir.IntType(32),
-    types.uint16: ir.IntType(16), types.uint8: ir.IntType(8), types.boolean: ir.IntType(1),
-}  # fmt: skip
+    types.float32: ir.FloatType(),
+    types.float64: ir.DoubleType(),
+    types.int32: ir.IntType(32),
+    types.uint16: ir.IntType(16),
+    types.uint8: ir.IntType(8),
+    types.boolean: ir.IntType(1),
+}
 F32, F64, I32, U8, MASK = map(Vector, (types.float32, types.float64, types.int32, types.uint8, types.boolean))
 
 
@@ -60,7 +65,8 @@ def _is(t, *vectors):
 
 @intrinsic
 def pointer(typingctx, array):
-    """Address of a contiguous array's first element: helpers take it, as arrays would be reference-counted there.
+    """Address of a contiguous array's first element: helpers take it, as arrays would be reference-counted
+    there.
 
     The array must outlive every use of it: take pointers of a kernel's arguments alone.
     """
@@ -96,7 +102,9 @@ def _first(builder, n):
 
 
 def _splat(builder, scalar):
-    first = builder.insert_element(ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined), scalar, _index(0))
+    first = builder.insert_element(
+        ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined), scalar, _index(0)
+    )
     mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [_index(0)] * LANES)
     return builder.shuffle_vector(first, first, mask)
 
@@ -106,7 +114,9 @@ def _index(i):
 
 
 def _call(builder, name, result, *args):
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, [a.type for a in args]), name
+    )
     return builder.call(function, args)
 
 
@@ -140,8 +150,15 @@ def load_first(typingctx, base, index, n):
         vector, kind = _llvm(lane), "f32" if lane == types.float32 else "i16"
         address = _at(builder, args[0], args[1], vector)
         zero = ir.Constant(vector, None)
-        value = _call(builder, f"llvm.masked.load.v16{kind}.p0", vector, address, _index(size),
-                      _first(builder, args[2]), zero)  # fmt: skip
+        value = _call(
+            builder,
+            f"llvm.masked.load.v16{kind}.p0",
+            vector,
+            address,
+            _index(size),
+            _first(builder, args[2]),
+            zero,
+        )
         return value if lane == types.float32 else _widen_bf16(builder, value)
 
     return F32(base, types.intp, types.intp), codegen
@@ -173,8 +190,15 @@ def store_first(typingctx, base, index, n, value):
         kind = "f32" if lane == types.float32 else "i16"
         vector = args[3] if lane == types.float32 else _round_bf16(builder, args[3])
         address = _at(builder, args[0], args[1], _llvm(lane))
-        _call(builder, f"llvm.masked.store.v16{kind}.p0", ir.VoidType(), vector, address, _index(size),
-              _first(builder, args[2]))  # fmt: skip
+        _call(
+            builder,
+            f"llvm.masked.store.v16{kind}.p0",
+            ir.VoidType(),
+            vector,
+            address,
+            _index(size),
+            _first(builder, args[2]),
+        )
         return context.get_dummy_value()
 
     return types.void(base, types.intp, types.intp, value), codegen
@@ -187,7 +211,9 @@ def _widen_bf16(builder, half):
 
 
 def _round_bf16(builder, vector):
-    """<16 x float> -> <16 x i16>: bits + 0x7FFF + (bit 16), upper half; a NaN keeps its sign and becomes quiet."""
+    """<16 x float> -> <16 x i16>: bits + 0x7FFF + (bit 16), upper half; a NaN keeps its sign and becomes
+    quiet.
+    """
     i32 = types.int32
     bits = builder.bitcast(vector, _llvm(i32))
     odd = builder.and_(builder.lshr(bits, _constant(i32, 16)), _constant(i32, 1))
@@ -237,8 +263,15 @@ def load_bytes(typingctx, base, index, n):
 
     def codegen(context, builder, signature, args):
         vector = _llvm(types.uint8)
-        value = _call(builder, "llvm.masked.load.v16i8.p0", vector, _at(builder, args[0], args[1], vector),
-                      _index(1), _first(builder, args[2]), ir.Constant(vector, None))  # fmt: skip
+        value = _call(
+            builder,
+            "llvm.masked.load.v16i8.p0",
+            vector,
+            _at(builder, args[0], args[1], vector),
+            _index(1),
+            _first(builder, args[2]),
+            ir.Constant(vector, None),
+        )
         return builder.zext(value, _llvm(types.int32))
 
     return I32(base, types.intp, types.intp), codegen
@@ -252,14 +285,21 @@ def store_bytes(typingctx, base, index, n, value):
 
     def codegen(context, builder, signature, args):
         vector = builder.trunc(args[3], _llvm(types.uint8))
-        _call(builder, "llvm.masked.store.v16i8.p0", ir.VoidType(), vector,
-              _at(builder, args[0], args[1], vector.type), _index(1), _first(builder, args[2]))  # fmt: skip
+        _call(
+            builder,
+            "llvm.masked.store.v16i8.p0",
+            ir.VoidType(),
+            vector,
+            _at(builder, args[0], args[1], vector.type),
+            _index(1),
+            _first(builder, args[2]),
+        )
         return context.get_dummy_value()
 
     return types.void(base, types.intp, types.intp, value), codegen
 
 
-# ---- lanes -----------------------------------------------------------------------------------------------------------
+# ---- lanes -------------------------------------------------------------------------------------------------
 @intrinsic
 def splat(typingctx, scalar):
     """All 16 lanes equal to a float32, float64 or int32 scalar."""
@@ -360,7 +400,7 @@ for _function, _sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), (
     )
 
 
-# ---- reductions ------------------------------------------------------------------------------------------------------
+# ---- reductions --------------------------------------------------------------------------------------------
 @intrinsic
 def max_lane(typingctx, value):
     """Largest int32 lane."""
@@ -398,7 +438,9 @@ def sum_lanes(typingctx, value):
         while width > 1:
             width //= 2
             low, high = (
-                ir.Constant(ir.VectorType(index, width), [ir.Constant(index, first + i) for i in range(width)])
+                ir.Constant(
+                    ir.VectorType(index, width), [ir.Constant(index, first + i) for i in range(width)]
+                )
                 for first in (0, width)
             )
             a, b = builder.shuffle_vector(total, total, low), builder.shuffle_vector(total, total, high)
