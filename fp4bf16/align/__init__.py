@@ -1,1 +1,3 @@
-"""Alignment: rewards and judges, guards, rollouts that explore cheaply and regenerate in full, and Diffusion-DPO."""
+"""Alignment: rewards and judges, guards, rollouts that explore cheaply and regenerate in full, and
+Diffusion-DPO.
+"""

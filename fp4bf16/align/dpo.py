@@ -1,10 +1,12 @@
-"""Diffusion-DPO: move a diffusion model towards the pictures that a reward prefers, away from those that it does not.
+"""Diffusion-DPO: move a diffusion model towards the pictures that a reward prefers, away from those that it
+does not.
 
 L = -E log sigmoid(-(beta / 2) [(e_w - e_w_ref) - (e_l - e_l_ref)])
 
-Wallace et al. 2023, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14, in the form of its
-released code: e = ||prediction - target||² as the *mean* over a picture's elements, one timestep and one noise for
-the chosen (w) and the rejected (l) picture of a pair, the reference frozen. `beta` absorbs T and the SNR weight.
+Wallace et al. 2023, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14, in the form
+of its released code: e = ||prediction - target||² as the *mean* over a picture's elements, one timestep and
+one noise for the chosen (w) and the rejected (l) picture of a pair, the reference frozen. `beta` absorbs T
+and the SNR weight.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ Policy = Callable[[np.ndarray, np.ndarray, np.ndarray | None], Variable]
 
 @dataclass(frozen=True)
 class DPOResult:
-    """Loss, its gradients with respect to the chosen and the rejected errors (float64 (pairs,)), and statistics."""
+    """Loss, its gradients with respect to the chosen and the rejected errors (float64 (pairs,)), and
+    statistics.
+    """
 
     loss: float
     chosen_gradient: np.ndarray
@@ -34,13 +38,20 @@ class DPOResult:
     stats: dict[str, float]
 
 
-def dpo_loss(chosen: np.ndarray, rejected: np.ndarray, reference_chosen: np.ndarray, reference_rejected: np.ndarray,
-             beta: float) -> DPOResult:  # fmt: skip
-    """Diffusion-DPO of per-picture errors, each float64 (pairs,): of the policy, then of the frozen reference.
+def dpo_loss(
+    chosen: np.ndarray,
+    rejected: np.ndarray,
+    reference_chosen: np.ndarray,
+    reference_rejected: np.ndarray,
+    beta: float,
+) -> DPOResult:
+    """Diffusion-DPO of per-picture errors, each float64 (pairs,): of the policy, then of the frozen
+    reference.
 
-    Statistics have TRL's names. The implicit reward of a picture is (beta / 2) (e_ref - e): a margin is chosen minus
-    rejected, the accuracy is the share of positive margins (a margin of exactly 0 counts one half), and ``errors/*``
-    stand where TRL has ``logps/*`` (-e is the log-likelihood up to scale and constant).
+    Statistics have TRL's names. The implicit reward of a picture is (beta / 2) (e_ref - e): a margin is
+    chosen minus rejected, the accuracy is the share of positive margins (a margin of exactly 0 counts one
+    half), and ``errors/*`` stand where TRL has ``logps/*`` (-e is the log-likelihood up to scale and
+    constant).
 
     >>> e = np.array([0.5, 0.25])
     >>> result = dpo_loss(e, e, e, e, beta=4000.0)         # the policy is still the reference
@@ -71,12 +82,23 @@ def dpo_loss(chosen: np.ndarray, rejected: np.ndarray, reference_chosen: np.ndar
     return DPOResult(float(losses.mean()), slope * (beta / 2), -slope * (beta / 2), stats)
 
 
-def dpo_backward(policy: Policy, reference: Model, chosen: np.ndarray, rejected: np.ndarray, condition: np.ndarray,
-                 t: np.ndarray, eps: np.ndarray, schedule: Schedule, prediction: str, beta: float) -> DPOResult:  # fmt: skip
+def dpo_backward(
+    policy: Policy,
+    reference: Model,
+    chosen: np.ndarray,
+    rejected: np.ndarray,
+    condition: np.ndarray,
+    t: np.ndarray,
+    eps: np.ndarray,
+    schedule: Schedule,
+    prediction: str,
+    beta: float,
+) -> DPOResult:
     """Loss and gradient of a batch of pairs: afterwards the policy's parameters hold their gradients.
 
-    `chosen`, `rejected`, `eps`: (pairs, ...) float32, `condition` one row a pair, `t` (pairs,). Chosen and rejected
-    pictures run as one batch of 2 pairs with the same t and the same noise; the reference runs without a tape.
+    `chosen`, `rejected`, `eps`: (pairs, ...) float32, `condition` one row a pair, `t` (pairs,). Chosen and
+    rejected pictures run as one batch of 2 pairs with the same t and the same noise; the reference runs
+    without a tape.
     """
     pairs = len(chosen)
     x0, noise = np.concatenate([chosen, rejected]), np.concatenate([eps, eps])

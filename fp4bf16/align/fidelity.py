@@ -20,7 +20,8 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Spearman's rank correlation along the last axis (Pearson's correlation of the ranks); NaN where one is constant.
+    """Spearman's rank correlation along the last axis (Pearson's correlation of the ranks); NaN where one
+    is constant.
 
     >>> float(spearman(np.array([1.0, 2.0, 3.0]), np.array([10.0, 30.0, 20.0])))
     0.5
@@ -32,17 +33,20 @@ def spearman(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def rank_fidelity(proxy: np.ndarray, true: np.ndarray, k: int) -> dict[str, float]:
-    """Agreement of `proxy` with `true` rewards, both (prompts, seeds), when the best and worst `k` are picked.
+    """Agreement of `proxy` with `true` rewards, both (prompts, seeds), when the best and worst `k` are
+    picked.
 
-    spearman: mean over the prompts. hit_best, hit_worst: share of the proxy's `k` best (worst) that are among the
-    true `k` best (worst). rank_best, rank_worst: mean true rank of the picks, 1 = best; perfect_best and
-    perfect_worst are what a perfect proxy gets, random what a blind one gets. A high mean rank is not a high hit
-    rate: both are given.
+    spearman: mean over the prompts. hit_best, hit_worst: share of the proxy's `k` best (worst) that are
+    among the true `k` best (worst). rank_best, rank_worst: mean true rank of the picks, 1 = best;
+    perfect_best and perfect_worst are what a perfect proxy gets, random what a blind one gets. A high mean
+    rank is not a high hit rate: both are given.
     """
     proxy, true = np.asarray(proxy, np.float64), np.asarray(true, np.float64)
     if proxy.shape != true.shape or proxy.ndim != 2 or not 1 <= k <= proxy.shape[1]:
-        raise ShapeError(f"rank_fidelity: proxy has shape {proxy.shape}, true {true.shape} and k is {k}; give two "
-                         f"(prompts, seeds) arrays and k from 1 to seeds")  # fmt: skip
+        raise ShapeError(
+            f"rank_fidelity: proxy has shape {proxy.shape}, true {true.shape} and k is {k}; give two "
+            f"(prompts, seeds) arrays and k from 1 to seeds"
+        )
     n = proxy.shape[1]
     picked, right = np.argsort(-proxy, 1, kind="stable"), np.argsort(-true, 1, kind="stable")
     true_rank = n + 1 - ranks(true)  # 1 = best

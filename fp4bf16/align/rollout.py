@@ -1,4 +1,5 @@
-"""Rollouts: explore many seeds cheaply, keep the best and the worst, make those again in full, label them anew.
+"""Rollouts: explore many seeds cheaply, keep the best and the worst, make those again in full, label them
+anew.
 
 explore      FP4 track, few steps, every seed of every prompt -> reward (only used to choose seeds)
 select       best K/2 and worst K/2 seeds of a prompt
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..diffusion.noise import permutation, subseed
-from ..errors import ConfigError, NonFiniteError, RewardError, ShapeError, nearest
+from ..errors import ConfigError, NonFiniteError, ShapeError, nearest
 from .fidelity import rank_fidelity
+from .rewards import Reward, score
 
-#: draw(seeds (n,), prompts (n,), steps, track) -> pictures (n, H, W, C) float32: one seed, one picture, in any batch
+# #: draw(seeds (n,), prompts (n,), steps, track) -> pictures (n, H, W, C) float32: one seed, one picture,
+# in any batch
 Draw = Callable[[Sequence[int], Sequence[str], int, str], np.ndarray]
-#: reward(pictures (n, H, W, C), prompts (n,)) -> (n,) numbers, larger is better
-Reward = Callable[[np.ndarray, Sequence[str]], np.ndarray]
 
 SELECT = ("best_worst", "random")
 
@@ -41,8 +42,9 @@ class Settings:
 class Rollout:
     """Pairs of one iteration, with what happened on the way.
 
-    chosen, rejected: pictures (pairs, H, W, C) made on the BF16 track; prompts: one a pair; rewards of both (pairs,);
-    explored: rewards of the exploration (prompts, seeds), NaN where a rollout stayed unhealthy; stats: counts and means.
+    chosen, rejected: pictures (pairs, H, W, C) made on the BF16 track; prompts: one a pair; rewards of both
+    (pairs,); explored: rewards of the exploration (prompts, seeds), NaN where a rollout stayed unhealthy;
+    stats: counts and means.
     """
 
     chosen: np.ndarray
@@ -65,23 +67,6 @@ def healthy(pictures: np.ndarray, least_std: float = 1e-3) -> np.ndarray:
     return finite & (np.where(finite[:, None], flat, 0).std(1) > least_std)
 
 
-def score(reward: Reward, pictures: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
-    """`reward` of `pictures`, float64 (n,).
-
-    Raises `RewardError` unless it gives one finite number a picture.
-    """
-    name = getattr(reward, "name", None) or getattr(reward, "__name__", type(reward).__name__)
-    values = np.asarray(reward(pictures, prompts), np.float64)
-    if values.shape != (len(pictures),):
-        raise RewardError(f"reward {name}: returned shape {values.shape} for {len(pictures)} pictures; it must return "
-                          f"one number a picture")  # fmt: skip
-    bad = np.flatnonzero(~np.isfinite(values))
-    if bad.size:
-        raise RewardError(f"reward {name}: returned {values[bad[0]]} for picture {bad[0]} ({prompts[bad[0]]!r}), which is "
-                          f"finite and not constant; it must return a finite number")  # fmt: skip
-    return values
-
-
 def choose_prompts(prompts: Sequence[str], count: int, seed: int, iteration: int) -> list[str]:
     """`count` different prompts for one iteration; passes over the list before any comes again.
 
@@ -89,8 +74,10 @@ def choose_prompts(prompts: Sequence[str], count: int, seed: int, iteration: int
     """
     n = len(prompts)
     if count > n:
-        raise ConfigError(f"prompts: {count} are asked for in an iteration but there are only {n}; lower align.prompts "
-                          f"to {n} or less")  # fmt: skip
+        raise ConfigError(
+            f"prompts: {count} are asked for in an iteration but there are only {n}; lower align.prompts "
+            f"to {n} or less"
+        )
     per_pass = n // count
     order = permutation(subseed(seed, "prompts"), iteration // per_pass, n)
     first = (iteration % per_pass) * count
@@ -109,9 +96,11 @@ def select(rewards: np.ndarray, keep: int, how: str, seed: int) -> np.ndarray:
     for row, values in enumerate(rewards):
         good = np.flatnonzero(np.isfinite(values))
         if len(good) < keep:
-            raise NonFiniteError(f"rollout: only {len(good)} of the {len(values)} pictures of prompt {row} are finite and "
-                                 f"not constant, but {keep} are to be kept; the model has diverged, lower its "
-                                 f"learning rate")  # fmt: skip
+            raise NonFiniteError(
+                f"rollout: only {len(good)} of the {len(values)} pictures of prompt {row} are finite and "
+                f"not constant, but {keep} are to be kept; the model has diverged, lower its "
+                f"learning rate"
+            )
         if how == "random":
             chosen[row] = good[permutation(seed, row, len(good))[:keep]]
         else:
@@ -120,12 +109,13 @@ def select(rewards: np.ndarray, keep: int, how: str, seed: int) -> np.ndarray:
     return chosen
 
 
-def explore(draw: Draw, reward: Reward, seeds: np.ndarray, prompts: Sequence[str], settings: Settings
-            ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:  # fmt: skip
+def explore(
+    draw: Draw, reward: Reward, seeds: np.ndarray, prompts: Sequence[str], settings: Settings
+) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
     """(rewards, seeds, counts) of the exploration of `seeds` (prompts, N), whatever its steps and track.
 
-    A picture that is not healthy is made again from a new seed on the BF16 track, at most `settings.retries` times,
-    and counted; its reward is NaN if none was healthy.
+    A picture that is not healthy is made again from a new seed on the BF16 track, at most
+    `settings.retries` times, and counted; its reward is NaN if none was healthy.
     """
     rows = [p for p in prompts for _ in range(seeds.shape[1])]
     seeds = seeds.copy().reshape(-1)
@@ -147,16 +137,25 @@ def explore(draw: Draw, reward: Reward, seeds: np.ndarray, prompts: Sequence[str
     return rewards.reshape(shape), seeds.reshape(shape), counts
 
 
-def rollout(draw: Draw, reward: Reward, seeds: np.ndarray, prompts: Sequence[str], settings: Settings,
-            selection_seed: int = 0) -> Rollout:  # fmt: skip
+def rollout(
+    draw: Draw,
+    reward: Reward,
+    seeds: np.ndarray,
+    prompts: Sequence[str],
+    settings: Settings,
+    selection_seed: int = 0,
+) -> Rollout:
     """Explore `seeds` (prompts, N; uint64), select, regenerate, label, and pair: see the module.
 
-    The rewards of the exploration choose seeds and are never labels. Pairs whose two rewards are equal are left out.
+    The rewards of the exploration choose seeds and are never labels. Pairs whose two rewards are equal are
+    left out.
     """
     seeds = np.asarray(seeds, np.uint64)
     if seeds.ndim != 2 or len(seeds) != len(prompts):
-        raise ShapeError(f"rollout: seeds have shape {seeds.shape} but there are {len(prompts)} prompts; give one row "
-                         f"of seeds a prompt")  # fmt: skip
+        raise ShapeError(
+            f"rollout: seeds have shape {seeds.shape} but there are {len(prompts)} prompts; give one row "
+            f"of seeds a prompt"
+        )
     explored, seeds, stats = explore(draw, reward, seeds, prompts, settings)
     columns = select(explored, settings.keep, settings.select, selection_seed)
     kept = np.take_along_axis(seeds, columns, 1)
@@ -175,13 +174,20 @@ def rollout(draw: Draw, reward: Reward, seeds: np.ndarray, prompts: Sequence[str
         "reward/best": float(flat[chosen].mean()) if len(chosen) else float("nan"),
         "reward/worst": float(flat[rejected].mean()) if len(rejected) else float("nan"),
     }
-    return Rollout(pictures[chosen], pictures[rejected], [rows[i] for i in chosen], flat[chosen], flat[rejected],
-                   explored, stats)  # fmt: skip
+    return Rollout(
+        pictures[chosen],
+        pictures[rejected],
+        [rows[i] for i in chosen],
+        flat[chosen],
+        flat[rejected],
+        explored,
+        stats,
+    )
 
 
 def pair(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Flat indices (chosen, rejected) into `labels` (prompts, keep): in each prompt the best with the worst, the second
-    best with the second worst, and so on; NaN (not healthy) and ties are left out.
+    """Flat indices (chosen, rejected) into `labels` (prompts, keep): in each prompt the best with the
+    worst, the second best with the second worst, and so on; NaN (not healthy) and ties are left out.
 
     >>> [i.tolist() for i in pair(np.array([[0.1, 0.9, 0.5, 0.2]]))]
     [[1, 2], [0, 3]]
@@ -197,13 +203,20 @@ def pair(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(chosen, np.int64), np.array(rejected, np.int64)
 
 
-def measure_fidelity(draw: Draw, reward: Reward, seeds: np.ndarray, prompts: Sequence[str], settings: Settings,
-                     proxies: dict[str, str]) -> dict[str, float]:  # fmt: skip
-    """Rank fidelity of cheap explorations (``name: track``, `explore_steps` each) against BF16 with all steps.
+def measure_fidelity(
+    draw: Draw,
+    reward: Reward,
+    seeds: np.ndarray,
+    prompts: Sequence[str],
+    settings: Settings,
+    proxies: dict[str, str],
+) -> dict[str, float]:
+    """Rank fidelity of cheap explorations (``name: track``, `explore_steps` each) against BF16 with all
+    steps.
 
-    Every seed is made again in full, so this costs more than the rollout: measure it on some iterations. Keys are
-    ``fidelity/<name>/<measure>`` of `rank_fidelity`. Seeds that are not healthy in one of the arms are left out as the
-    lowest rank of that arm.
+    Every seed is made again in full, so this costs more than the rollout: measure it on some iterations.
+    Keys are ``fidelity/<name>/<measure>`` of `rank_fidelity`. Seeds that are not healthy in one of the arms
+    are left out as the lowest rank of that arm.
     """
     rows = [p for p in prompts for _ in range(seeds.shape[1])]
 

@@ -1,4 +1,6 @@
-"""Diffusion: schedules (DDPM), losses, samplers (DDIM, ancestral), averages, and noise drawn per (seed, step)."""
+"""Diffusion: schedules (DDPM), losses, samplers (DDIM, ancestral), averages, and noise drawn per (seed,
+step).
+"""
 
 from .ema import EMA
 from .losses import picture_errors, squared_error

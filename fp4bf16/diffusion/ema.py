@@ -8,8 +8,8 @@ import numpy as np
 class EMA:
     """Average of one flat float32 parameter buffer: avg <- d avg + (1 - d) p after every step.
 
-    d = min(decay, (1 + n) / (10 + n)) in the n-th update, so that a short run does not average over its random
-    start (the warm-up of TensorFlow's ExponentialMovingAverage with ``num_updates``).
+    d = min(decay, (1 + n) / (10 + n)) in the n-th update, so that a short run does not average over its
+    random start (the warm-up of TensorFlow's ExponentialMovingAverage with ``num_updates``).
 
     >>> ema = EMA(np.zeros(2, np.float32), decay=0.9)
     >>> ema.update(np.ones(2, np.float32), step=1000)

@@ -1,7 +1,7 @@
 """The training loss of a diffusion model, and the per-picture error that preference losses are made of.
 
-Values and gradients with respect to the network's output are written out (they are two lines): the tape then starts
-from the output, ``output.backward(gradient)``, and no graph of the loss is ever built.
+Values and gradients with respect to the network's output are written out (they are two lines): the tape
+then starts from the output, ``output.backward(gradient)``, and no graph of the loss is ever built.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def squared_error(output: np.ndarray, target: np.ndarray) -> tuple[float, np.nda
 
 
 def picture_errors(output: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean squared error of every picture (first axis), float64 (batch,), and d error / d output (output's shape).
+    """Mean squared error of every picture (first axis), float64 (batch,), and d error / d output (output's
+    shape).
 
     >>> errors, gradient = picture_errors(np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32))
     >>> errors.tolist(), gradient[0].tolist()
@@ -41,6 +42,7 @@ def picture_errors(output: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, 
 
 def _difference(op: str, output: np.ndarray, target: np.ndarray) -> np.ndarray:
     if output.shape != target.shape:
-        raise ShapeError(f"{op}: output has shape {output.shape} but target has shape {target.shape}; "
-                         f"they must be equal")  # fmt: skip
+        raise ShapeError(
+            f"{op}: output has shape {output.shape} but target has shape {target.shape}; they must be equal"
+        )
     return output - target

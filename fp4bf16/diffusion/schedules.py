@@ -41,7 +41,8 @@ class Schedule:
         return len(self.alpha_bar)
 
     def coefficients(self, t, ndim: int, dtype=np.float32) -> tuple[np.ndarray, np.ndarray]:
-        """(alpha, sigma) = (sqrt(alpha_bar_t), sqrt(1 - alpha_bar_t)) of timesteps `t` (batch,), shaped to broadcast
+        """(alpha, sigma) = (sqrt(alpha_bar_t), sqrt(1 - alpha_bar_t)) of timesteps `t` (batch,), shaped to
+        broadcast
         over `ndim`-dimensional pictures whose first axis is the batch."""
         alpha_bar = self.alpha_bar[np.asarray(t, np.int64)].reshape(-1, *(1,) * (ndim - 1))
         return np.sqrt(alpha_bar).astype(dtype), np.sqrt(1 - alpha_bar).astype(dtype)
@@ -60,11 +61,13 @@ class Schedule:
         alpha, sigma = self.coefficients(t, x0.ndim, x0.dtype)
         return alpha * eps - sigma * x0
 
-    def to_x0_eps(self, output: np.ndarray, x_t: np.ndarray, t, prediction: str) -> tuple[np.ndarray, np.ndarray]:
+    def to_x0_eps(
+        self, output: np.ndarray, x_t: np.ndarray, t, prediction: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The network's idea of (x_0, eps) from its `output` at x_t; the inverse of `target` given eq. 4.
 
-        With v, x_0 = alpha x_t - sigma v and eps = sigma x_t + alpha v, finite at every noise level; eps prediction
-        divides by alpha and x0 prediction by sigma.
+        With v, x_0 = alpha x_t - sigma v and eps = sigma x_t + alpha v, finite at every noise level; eps
+        prediction divides by alpha and x0 prediction by sigma.
         """
         alpha, sigma = self.coefficients(t, x_t.ndim, x_t.dtype)
         if check_prediction(prediction) == "v":
@@ -81,21 +84,25 @@ class Schedule:
     def timesteps(self, steps: int, spacing: str = "trailing") -> np.ndarray:
         """`steps` timesteps, int64, from high to low noise.
 
-        "trailing" ends the grid on T - 1, so that sampling starts at the noise level that the start noise has;
-        "leading" starts it on 0 (names and formulas of Lin et al. 2023, "Common diffusion noise schedules and sample
-        steps are flawed", table 2).
+        "trailing" ends the grid on T - 1, so that sampling starts at the noise level that the start noise
+        has; "leading" starts it on 0 (names and formulas of Lin et al. 2023, "Common diffusion noise
+        schedules and sample steps are flawed", table 2).
 
         >>> cosine(1000).timesteps(4).tolist()
         [999, 749, 499, 249]
         """
         total = len(self)
         if not 1 <= steps <= total:
-            raise ConfigError(f"timesteps: {steps} sampling steps of a schedule with {total}; give 1 to {total}")
+            raise ConfigError(
+                f"timesteps: {steps} sampling steps of a schedule with {total}; give 1 to {total}"
+            )
         if spacing == "trailing":
             return np.round(total - np.arange(steps) * total / steps).astype(np.int64) - 1
         if spacing == "leading":
             return (np.arange(steps) * (total // steps)).astype(np.int64)[::-1].copy()
-        raise ConfigError(f"timesteps: spacing {spacing!r} is not known{nearest(spacing, ('trailing', 'leading'))}")
+        raise ConfigError(
+            f"timesteps: spacing {spacing!r} is not known{nearest(spacing, ('trailing', 'leading'))}"
+        )
 
 
 def linear(steps: int = 1000, beta_start: float = 1e-4, beta_end: float = 0.02) -> Schedule:

@@ -13,7 +13,8 @@ _BLOCK = 1 << 15  # elements at a time, so that the temporaries stay in the cach
 
 
 def clip_norm(gradient: Any, limit: float | None) -> float:
-    """Scale the flat float32 `gradient` in place so that its L2 norm is at most `limit`; the norm before that.
+    """Scale the flat float32 `gradient` in place so that its L2 norm is at most `limit`; the norm before
+    that.
 
     A norm that is not finite is returned as it is and nothing is scaled: the caller decides.
 
@@ -31,7 +32,8 @@ def clip_norm(gradient: Any, limit: float | None) -> float:
 
 
 class AdamW:
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2) on flat float32 `parameters` (n,).
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2) on flat float32 `parameters`
+    (n,).
 
     State: `first`, `second` (float32 (n,), the moment estimates) and `count` (updates so far).
 
@@ -42,11 +44,19 @@ class AdamW:
     [0.8999999761581421, 0.8999999761581421, 0.8999999761581421, 0.8999999761581421]
     """
 
-    def __init__(self, parameters: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0):  # fmt: skip
+    def __init__(
+        self,
+        parameters: Any,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
         xp = namespace(parameters)
         if parameters.ndim != 1:
-            raise ShapeError(f"AdamW: parameters have shape {parameters.shape}; pass the module's flat buffer")
+            raise ShapeError(
+                f"AdamW: parameters have shape {parameters.shape}; pass the module's flat buffer"
+            )
         self.parameters, self.lr, self.betas = parameters, lr, betas
         self.eps, self.weight_decay, self.count = eps, weight_decay, 0
         self.first, self.second = xp.zeros_like(parameters), xp.zeros_like(parameters)
@@ -56,7 +66,9 @@ class AdamW:
         """One update of the parameters in place from `gradient` (n,), with `lr` in place of the default."""
         xp = namespace(self.parameters)
         if gradient.shape != self.parameters.shape:
-            raise ShapeError(f"AdamW: gradient has shape {gradient.shape} but the parameters {self.parameters.shape}")
+            raise ShapeError(
+                f"AdamW: gradient has shape {gradient.shape} but the parameters {self.parameters.shape}"
+            )
         self.count += 1
         beta1, beta2 = self.betas
         lr = self.lr if lr is None else lr
@@ -91,6 +103,8 @@ class AdamW:
         """Take up moments that `state` gave; `ShapeError` when they belong to another network."""
         for name, mine in self.state().items():
             if state[name].shape != mine.shape:
-                raise ShapeError(f"AdamW: {name} has shape {state[name].shape} but the parameters have {mine.shape}")
+                raise ShapeError(
+                    f"AdamW: {name} has shape {state[name].shape} but the parameters have {mine.shape}"
+                )
             mine[...] = state[name]
         self.count = int(count)

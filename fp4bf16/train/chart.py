@@ -15,7 +15,9 @@ COLOURS = ("#2b5f8f", "#c2571a", "#3f7d4e", "#7a4f8f")  # told apart in grey and
 
 @dataclass(frozen=True)
 class Series:
-    """One line: `x`, `y` of the same length (points where y is None or not finite are left out), and its name."""
+    """One line: `x`, `y` of the same length (points where y is None or not finite are left out), and its
+    name.
+    """
 
     name: str
     x: Sequence[float]
@@ -79,7 +81,9 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, *, limits: 
     out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg">',
            f"<title>{html.escape(description or y_label)}</title>"]  # fmt: skip
     for y in y_ticks:
-        out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" stroke="{RULE}"/>')
+        out.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" stroke="{RULE}"/>'
+        )
         out.append(_text(LEFT - 8, py(y) + 4, number(y), "end"))
     for x in x_ticks:
         if x0 <= x <= x1:
@@ -109,7 +113,9 @@ def _lines(series: Sequence[Series], px, py, out: list[str]) -> list[tuple[float
         out.append(f'<polyline points="{path}" fill="none" stroke="{ink}" {style} stroke-linejoin="round"/>')
         if not s.faint:
             if len(points) <= 40:
-                out += [f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.5" fill="{ink}"/>' for x, y in points]
+                out += [
+                    f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.5" fill="{ink}"/>' for x, y in points
+                ]
             labels.append((py(points[-1][1]), s.name, ink))
     return labels
 

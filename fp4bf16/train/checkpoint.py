@@ -1,8 +1,8 @@
 """Checkpoints: one safetensors file, complete or absent.
 
-The file holds float32 and integer arrays under flat names ("policy.conv_in.weight", "adam.m", ...) and, as its
-metadata, one JSON object: format, configuration, stage and step. It holds no clock and no path, so the same run
-writes the same bytes.
+The file holds float32 and integer arrays under flat names ("policy.conv_in.weight", "adam.m", ...) and, as
+its metadata, one JSON object: format, configuration, stage and step. It holds no clock and no path, so the
+same run writes the same bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FORMAT = "fp4bf16-checkpoint-1"
 def write_atomic(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a crash at any moment leaves the old file or the new one, never a part.
 
-    Written beside it, flushed to the disk, renamed over it, and the folder flushed too (a rename is durable only
-    after that).
+    Written beside it, flushed to the disk, renamed over it, and the folder flushed too (a rename is durable
+    only after that).
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -65,8 +65,8 @@ def save(path: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Non
 def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(arrays, meta) of a checkpoint.
 
-    Raises `CheckpointError`, with what is wrong and what to do, for a file that is cut short, is no safetensors
-    file, or was not written by `save`.
+    Raises `CheckpointError`, with what is wrong and what to do, for a file that is cut short, is no
+    safetensors file, or was not written by `save`.
     """
     path = Path(path)
     numpy_format = require("safetensors.numpy", "reading checkpoints")
@@ -84,7 +84,9 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a checkpoint ({error}); {advice}") from error
     if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: has format {meta.get('format')!r}, this version reads {FORMAT!r}; {advice}")
+        raise CheckpointError(
+            f"{path}: has format {meta.get('format')!r}, this version reads {FORMAT!r}; {advice}"
+        )
     return arrays, meta
 
 

@@ -1,6 +1,7 @@
 """Configuration of a run: frozen dataclasses, presets by name, ``--set section.field=value`` overrides.
 
-A run is defined by steps, never by seconds: the same configuration gives the same numbers on a slower machine.
+A run is defined by steps, never by seconds: the same configuration gives the same numbers on a slower
+machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ..tracks import TRACKS
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The UNet, in the words of diffusers' UNet2DModel, on pictures folded by `unshuffle` (space to depth)."""
+    """The UNet, in the words of diffusers' UNet2DModel, on pictures folded by `unshuffle` (space to depth).
+    """
 
     unshuffle: int = 2
     block_out_channels: tuple[int, ...] = (32, 64)
@@ -121,7 +123,9 @@ class Config:
 PRESETS: dict[str, Config] = {
     "faces16": Config(),
     "emoji32": Config(
-        preset="emoji32", size=32, word="",
+        preset="emoji32",
+        size=32,
+        word="",
         model=ModelConfig(unshuffle=2, block_out_channels=(64, 128, 128), attention=(False, True, True)),
         base=BaseConfig(steps=6000, batch=64, lr=1e-3, ema=0.999, checkpoint_every=500),
         judge=JudgeConfig(steps=1200, batch=64, width=48),
@@ -133,8 +137,17 @@ PRESETS: dict[str, Config] = {
         diffusion=DiffusionConfig(chunk=16),
         base=BaseConfig(steps=40, batch=16, checkpoint_every=10),
         judge=JudgeConfig(steps=20, batch=32, width=16),
-        align=AlignConfig(iterations=2, prompts=4, seeds=6, keep=4, explore_steps=2, steps=4, timesteps=2, batch=8,
-                          fidelity_every=1),
+        align=AlignConfig(
+            iterations=2,
+            prompts=4,
+            seeds=6,
+            keep=4,
+            explore_steps=2,
+            steps=4,
+            timesteps=2,
+            batch=8,
+            fidelity_every=1,
+        ),
         eval=EvalConfig(seeds=1, captions=24, steps=4),
     ),  # fmt: skip
 }
@@ -161,7 +174,11 @@ def _convert(name: str, text: Any, kind: Any) -> Any:
         value = json.loads(text) if isinstance(text, str) else text
         if kind == dict[str, str] and isinstance(value, dict):
             return {str(k): str(v) for k, v in value.items()}
-        item = kind.__args__[0] if isinstance(value, list) and getattr(kind, "__origin__", None) is tuple else None
+        item = (
+            kind.__args__[0]
+            if isinstance(value, list) and getattr(kind, "__origin__", None) is tuple
+            else None
+        )
         if item is not None and all(type(v) is item for v in value):
             return tuple(value)
     except (KeyError, ValueError, TypeError):
@@ -187,7 +204,9 @@ def with_value(config: Any, name: str, value: Any, prefix: str = "") -> Any:
             raise ConfigError(f"{prefix}{head}: is a section, not a setting; it has {fields}")
         return dataclasses.replace(config, **{head: with_value(inner, rest, value, f"{prefix}{head}.")})
     if rest:
-        raise ConfigError(f"{prefix}{name}: {prefix}{head} is a setting, not a section; use --set {prefix}{head}=...")
+        raise ConfigError(
+            f"{prefix}{name}: {prefix}{head} is a setting, not a section; use --set {prefix}{head}=..."
+        )
     return dataclasses.replace(config, **{head: _convert(prefix + head, value, known[head])})
 
 
@@ -214,7 +233,9 @@ def from_dict(data: dict[str, Any]) -> Config:
 
 
 def check(config: Config) -> Config:
-    """Return `config` if a run can be made of it, else raise `ConfigError`: one sentence with the value and the fix."""
+    """Return `config` if a run can be made of it, else raise `ConfigError`: one sentence with the value and
+    the fix.
+    """
     c, a = config, config.align
     levels = len(c.model.block_out_channels)
     side = c.size // max(c.model.unshuffle, 1)

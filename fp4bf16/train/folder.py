@@ -1,4 +1,6 @@
-"""The folder of a run: configuration, metrics, checkpoint, samples, report; who may write it, and how it resumes."""
+"""The folder of a run: configuration, metrics, checkpoint, samples, report; who may write it, and how it
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ def versions() -> dict[str, str]:
 class RunFolder:
     """One run's folder.
 
-    `open` makes it, or takes up what is there if it is the same run. ``metrics.jsonl`` gets one JSON object a line;
-    a resumed run first drops the lines that its checkpoint does not know, so that no step is there twice.
+    `open` makes it, or takes up what is there if it is the same run. ``metrics.jsonl`` gets one JSON object
+    a line; a resumed run first drops the lines that its checkpoint does not know, so that no step is there
+    twice.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.config_file, self.metrics_file = self.path / "config.json", self.path / "metrics.jsonl"
-        self.checkpoint_file, self.report_file = self.path / "checkpoint.safetensors", self.path / "report.html"
+        self.checkpoint_file, self.report_file = (
+            self.path / "checkpoint.safetensors",
+            self.path / "report.html",
+        )
         self.samples = self.path / "samples"
         self.lines = 0
         self._metrics: Any = None
@@ -47,16 +53,19 @@ class RunFolder:
     def open(self, config: Config) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
         """Take the folder for `config`; the checkpoint in it (arrays, meta), or None for a fresh start.
 
-        Raises `ConfigError` when the folder belongs to another configuration, holds something else, or cannot be
-        written, `CheckpointError` when its checkpoint cannot be read. Nothing in it is changed then.
+        Raises `ConfigError` when the folder belongs to another configuration, holds something else, or
+        cannot be written, `CheckpointError` when its checkpoint cannot be read. Nothing in it is changed
+        then.
         """
         self._make()
         self._take_lock()
         others = [p.name for p in self.path.iterdir() if not p.name.startswith(".")]
         if not self.config_file.exists():
             if others:
-                raise ConfigError(f"--out {self.path}: holds {sorted(others)[0]!r} but no config.json, so it is not the "
-                                  f"folder of a run; name another folder")  # fmt: skip
+                raise ConfigError(
+                    f"--out {self.path}: holds {sorted(others)[0]!r} but no config.json, so it is not the "
+                    f"folder of a run; name another folder"
+                )
             self._write_config(config)
         else:
             self._compare(config)
@@ -64,8 +73,10 @@ class RunFolder:
         if self.checkpoint_file.exists():
             resumed = checkpoint.load(self.checkpoint_file)
             if resumed[1].get("config") != config.to_dict():
-                raise CheckpointError(f"{self.checkpoint_file}: was written by another configuration than config.json "
-                                      f"beside it; name another folder with --out")  # fmt: skip
+                raise CheckpointError(
+                    f"{self.checkpoint_file}: was written by another configuration than config.json "
+                    f"beside it; name another folder with --out"
+                )
         self._open_metrics(resumed[1]["lines"] if resumed else 0)
         return resumed
 
@@ -76,7 +87,9 @@ class RunFolder:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise ConfigError(f"--out {self.path}: cannot be written ({error.strerror}); name another folder") from error
+            raise ConfigError(
+                f"--out {self.path}: cannot be written ({error.strerror}); name another folder"
+            ) from error
         # An empty samples folder is no sign of a run; `open` looks at the rest.
         if not self.config_file.exists() and not any(self.samples.iterdir()):
             self.samples.rmdir()
@@ -91,15 +104,19 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"--out {self.path}: another run is writing there; wait for it or name another "
-                              f"folder") from None  # fmt: skip
+            raise ConfigError(
+                f"--out {self.path}: another run is writing there; wait for it or name another folder"
+            ) from None
 
     def _write_config(self, config: Config) -> None:
         self.samples.mkdir(exist_ok=True)
         content = {
-            "config": config.to_dict(), "threads": num_threads(), "blas": blas_name(), "versions": versions(),
+            "config": config.to_dict(),
+            "threads": num_threads(),
+            "blas": blas_name(),
+            "versions": versions(),
             "command": sys.argv[1:],
-        }  # fmt: skip
+        }
         checkpoint.write_atomic(self.config_file, (json.dumps(content, indent=2) + "\n").encode())
 
     def read_config(self) -> dict[str, Any]:
@@ -110,7 +127,9 @@ class RunFolder:
                 raise ValueError("no object 'config'")
             return content
         except FileNotFoundError:
-            raise ConfigError(f"{self.path}: there is no config.json, so it is not the folder of a run") from None
+            raise ConfigError(
+                f"{self.path}: there is no config.json, so it is not the folder of a run"
+            ) from None
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"{self.config_file}: cannot be read ({error}); name another folder") from error
 
@@ -129,12 +148,18 @@ class RunFolder:
         """Sentences about what has changed since the run began and may keep it from being bit-identical."""
         before, now, notes = self.read_config(), versions(), []
         if before.get("threads") != num_threads():
-            notes.append(f"the run began with {before.get('threads')} threads and goes on with {num_threads()}: the "
-                         f"result will not be bit-identical (FP4BF16_NUM_THREADS={before.get('threads')} keeps it so)")  # fmt: skip
-        changed = [f"{k} {v} -> {now.get(k)}" for k, v in before.get("versions", {}).items() if now.get(k) != v]
+            notes.append(
+                f"the run began with {before.get('threads')} threads and goes on with {num_threads()}: the "
+                f"result will not be bit-identical (FP4BF16_NUM_THREADS={before.get('threads')} keeps it so)"
+            )
+        changed = [
+            f"{k} {v} -> {now.get(k)}" for k, v in before.get("versions", {}).items() if now.get(k) != v
+        ]
         if changed:
-            notes.append(f"versions have changed since the run began ({', '.join(changed)}): the result may not be "
-                         f"bit-identical")  # fmt: skip
+            notes.append(
+                f"versions have changed since the run began ({', '.join(changed)}): the result may not be "
+                f"bit-identical"
+            )
         return notes
 
     def _open_metrics(self, keep: int) -> None:
@@ -143,11 +168,15 @@ class RunFolder:
         if self.metrics_file.exists():
             kept = self.metrics_file.read_bytes().splitlines(keepends=True)[:keep]
             if len(kept) < keep or (kept and not kept[-1].endswith(b"\n")):
-                raise CheckpointError(f"{self.metrics_file}: has {len(kept)} lines but the checkpoint was written after "
-                                      f"{keep}; restore the file or name another folder")  # fmt: skip
+                raise CheckpointError(
+                    f"{self.metrics_file}: has {len(kept)} lines but the checkpoint was written after "
+                    f"{keep}; restore the file or name another folder"
+                )
         elif keep:
-            raise CheckpointError(f"{self.metrics_file}: is missing but the checkpoint was written after {keep} lines of "
-                                  f"it; restore the file or name another folder")  # fmt: skip
+            raise CheckpointError(
+                f"{self.metrics_file}: is missing but the checkpoint was written after {keep} lines of "
+                f"it; restore the file or name another folder"
+            )
         checkpoint.write_atomic(self.metrics_file, b"".join(kept))
         self.lines = len(kept)
         self._metrics = open(self.metrics_file, "a", encoding="utf-8")

@@ -28,7 +28,8 @@ def png(picture: np.ndarray, scale: int = 1) -> bytes:
 
 
 def grid(pictures: np.ndarray, columns: int, gap: int = 1) -> np.ndarray:
-    """uint8 (n, H, W, 3) side by side, row by row, on white: (rows (H + gap) + gap, columns (W + gap) + gap, 3).
+    """uint8 (n, H, W, 3) side by side, row by row, on white: (rows (H + gap) + gap, columns (W + gap) +
+    gap, 3).
 
     >>> grid(np.zeros((3, 4, 4, 3), np.uint8), columns=2).shape
     (11, 11, 3)

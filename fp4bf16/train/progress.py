@@ -10,7 +10,9 @@ from .extras import optional
 
 
 class Progress:
-    """Bar of one stage at a time. On a terminal with tqdm it moves; in a log it is a line every few seconds."""
+    """Bar of one stage at a time. On a terminal with tqdm it moves; in a log it is a line every few
+    seconds.
+    """
 
     def __init__(self, stream=None, every: float = 10.0):
         self.stream = stream or sys.stderr
@@ -35,7 +37,9 @@ class Progress:
             self._bar = self._tqdm(total=total, initial=done, desc=f"{name:<9}", file=self.stream, leave=True,
                                    dynamic_ncols=True, mininterval=0.2)  # fmt: skip
         if note or self._bar is None:
-            self.say(f"{name}: {note}" if note else f"{name}: {total} steps" + (f", from {done}" if done else ""))
+            self.say(
+                f"{name}: {note}" if note else f"{name}: {total} steps" + (f", from {done}" if done else "")
+            )
 
     def step(self, n: int = 1, **values: float | str) -> None:
         """`n` more steps are done; `values` are shown beside the bar."""
@@ -59,3 +63,16 @@ class Progress:
 
 def _short(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def announce_compilation(say) -> None:
+    """Say that the first run compiles, where no compiled kernel of this version is cached yet."""
+    import os
+
+    from .. import backends
+
+    folder = os.environ.get("NUMBA_CACHE_DIR") or os.path.join(
+        os.path.dirname(backends.__file__), "__pycache__"
+    )
+    if not any(name.endswith(".nbc") for _, _, names in os.walk(folder) for name in names):
+        say("first run on this machine: the CPU kernels are compiled once (up to a minute), then cached")

@@ -48,13 +48,17 @@ footer { margin-top: 4rem; font-size: .85rem; border-top: 1px solid var(--rule);
 """
 
 
-def build_report(config_text: str, metrics: Sequence[dict[str, Any]], pairs: Sequence[dict[str, Any]],
-                 facts: Sequence[str] = ()) -> str:  # fmt: skip
+def build_report(
+    config_text: str,
+    metrics: Sequence[dict[str, Any]],
+    pairs: Sequence[dict[str, Any]],
+    facts: Sequence[str] = (),
+) -> str:
     """The page as one string of HTML, nothing loaded from elsewhere.
 
-    `metrics` are the lines of ``metrics.jsonl``; what is missing among them (a run stopped early) is said in its
-    place. `pairs` hold ``caption``, ``base``, ``aligned`` (uint8 (H, W, 3), from the same noise), ``base_score``,
-    ``aligned_score`` (the held-out judge's probability of the winning style).
+    `metrics` are the lines of ``metrics.jsonl``; what is missing among them (a run stopped early) is said
+    in its place. `pairs` hold ``caption``, ``base``, ``aligned`` (uint8 (H, W, 3), from the same noise),
+    ``base_score``, ``aligned_score`` (the held-out judge's probability of the winning style).
     """
     by_stage: dict[str, list[dict[str, Any]]] = {}
     for line in metrics:
@@ -71,9 +75,11 @@ def build_report(config_text: str, metrics: Sequence[dict[str, Any]], pairs: Seq
         f"<details><summary>Configuration</summary><pre>{html.escape(config_text)}</pre></details>",
         "<footer>Written by fp4bf16. Every number stands in metrics.jsonl beside this page.</footer>",
     ]
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>fp4bf16 run</title>'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
-            f'<body><main>{"".join(parts)}</main></body></html>\n')  # fmt: skip
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>fp4bf16 run</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
 
 
 def _head(summary: dict, facts: Sequence[str]) -> str:
@@ -88,18 +94,38 @@ def _tiles(summary: dict) -> str:
     gain, low, high = (summary.get(k) for k in ("heldout_gain", "heldout_gain_low", "heldout_gain_high"))
     broken = summary.get("guards_broken") or []
     tiles = [
-        (f"{_signed(gain)} points", f"held-out judge, share of pictures in the winning style; 95 % interval "
-         f"{_signed(low)} to {_signed(high)}", False),
-        (f"{number(summary.get('reward_base'))} → {number(summary.get('reward'))}",
-         "reward judge, mean probability of the winning style", False),
-        (number(summary.get("spearman_fp4")),
-         "Spearman rank correlation of the FP4 exploration with the full BF16 sampling", False),
-        ("all hold" if not broken else f"{len(broken)} broken",
-         "guards that no network enters" + (": " + ", ".join(broken) if broken else ""), bool(broken)),
-        (f"{number(summary.get('seconds'))} s", f"total; largest memory {number(summary.get('peak_rss_mb'))} MB", False),
-    ]  # fmt: skip
-    cells = "".join(f'<div class="tile{" bad" if bad else ""}"><b>{html.escape(value)}</b>'
-                    f"<span>{html.escape(text)}</span></div>" for value, text, bad in tiles)  # fmt: skip
+        (
+            f"{_signed(gain)} points",
+            f"held-out judge, share of pictures in the winning style; 95 % interval "
+            f"{_signed(low)} to {_signed(high)}",
+            False,
+        ),
+        (
+            f"{number(summary.get('reward_base'))} → {number(summary.get('reward'))}",
+            "reward judge, mean probability of the winning style",
+            False,
+        ),
+        (
+            number(summary.get("spearman_fp4")),
+            "Spearman rank correlation of the FP4 exploration with the full BF16 sampling",
+            False,
+        ),
+        (
+            "all hold" if not broken else f"{len(broken)} broken",
+            "guards that no network enters" + (": " + ", ".join(broken) if broken else ""),
+            bool(broken),
+        ),
+        (
+            f"{number(summary.get('seconds'))} s",
+            f"total; largest memory {number(summary.get('peak_rss_mb'))} MB",
+            False,
+        ),
+    ]
+    cells = "".join(
+        f'<div class="tile{" bad" if bad else ""}"><b>{html.escape(value)}</b>'
+        f"<span>{html.escape(text)}</span></div>"
+        for value, text, bad in tiles
+    )
     return f'<div class="tiles">{cells}</div>'
 
 
@@ -124,9 +150,11 @@ def _gallery(pairs: Sequence[dict[str, Any]]) -> str:
             f"<span>base {number(pair['base_score'], 2)}</span><span>aligned {number(pair['aligned_score'], 2)}</span>"
             f"</div><figcaption>{html.escape(caption)}</figcaption></figure>"
         )
-    return ("<h2>Before and after</h2><p>Each pair starts from the same noise: the base model on the left, the aligned "
-            "one on the right, with the held-out judge's probability of the winning style. Chosen by position in the "
-            f'list, not by score.</p><div class="gallery">{"".join(cells)}</div>')  # fmt: skip
+    return (
+        "<h2>Before and after</h2><p>Each pair starts from the same noise: the base model on the left, the aligned "
+        "one on the right, with the held-out judge's probability of the winning style. Chosen by position in the "
+        f'list, not by score.</p><div class="gallery">{"".join(cells)}</div>'
+    )
 
 
 def _column(lines: Sequence[dict], key: str) -> list[Any]:
@@ -141,38 +169,81 @@ def _curves(stages: dict[str, list[dict]]) -> str:
     base, align, probe = stages.get("base", []), stages.get("align", []), stages.get("probe", [])
     steps, loss = _column(base, "step"), [v for v in _column(base, "loss") if v is not None]
     window = max(1, len(loss) // 40)
+    start = [line["pixel_distance"] for line in probe[:1] if line.get("pixel_distance")]
+    limits = [(1.75 * value, "1.75 x base") for value in start]
     charts = [
-        _figure(line_chart(
-            [Series("each step", steps, loss, faint=True), Series("mean", steps, smooth(loss, window))],
-            "step", "loss", description="Training loss of the base model"),
-            f"Base model: mean squared error of the velocity, and its mean over {window} steps."),
-        _figure(line_chart(
-            [Series("reward judge", _column(probe, "step"), _column(probe, "reward")),
-             Series("held-out", _column(probe, "step"), _column(probe, "heldout"))],
-            "alignment iteration", "probability", limits=(0, 1), description="Judges on the probe pictures"),
+        _figure(
+            line_chart(
+                [Series("each step", steps, loss, faint=True), Series("mean", steps, smooth(loss, window))],
+                "step",
+                "loss",
+                description="Training loss of the base model",
+            ),
+            f"Base model: mean squared error of the velocity, and its mean over {window} steps.",
+        ),
+        _figure(
+            line_chart(
+                [
+                    Series("reward judge", _column(probe, "step"), _column(probe, "reward")),
+                    Series("held-out", _column(probe, "step"), _column(probe, "heldout")),
+                ],
+                "alignment iteration",
+                "probability",
+                limits=(0, 1),
+                description="Judges on the probe pictures",
+            ),
             "Mean probability of the winning style on the same probe pictures after every iteration: the judge that "
-            "gives the reward, and the one that nothing was trained on."),
-        _figure(line_chart(
-            [Series("best", _column(align, "step"), _column(align, "reward/best")),
-             Series("explored", _column(align, "step"), _column(align, "reward/explored")),
-             Series("worst", _column(align, "step"), _column(align, "reward/worst"))],
-            "alignment iteration", "reward", limits=(0, 1), description="Rewards of the rollouts"),
+            "gives the reward, and the one that nothing was trained on.",
+        ),
+        _figure(
+            line_chart(
+                [
+                    Series("best", _column(align, "step"), _column(align, "reward/best")),
+                    Series("explored", _column(align, "step"), _column(align, "reward/explored")),
+                    Series("worst", _column(align, "step"), _column(align, "reward/worst")),
+                ],
+                "alignment iteration",
+                "reward",
+                limits=(0, 1),
+                description="Rewards of the rollouts",
+            ),
             "Reward of all FP4 rollouts, and of the best and the worst after they were made again in BF16 (these are "
-            "the labels)."),
-        _figure(line_chart(
-            [Series("loss", _column(align, "step"), _column(align, "loss")),
-             Series("accuracy", _column(align, "step"), _column(align, "rewards/accuracies"))],
-            "alignment iteration", "DPO", marks=[(float(np.log(2)), "ln 2")], description="DPO loss and accuracy"),
-            "DPO loss (ln 2 before the first update) and share of pairs with a positive margin."),
-        _figure(line_chart(
-            [Series("distance", _column(probe, "step"), _column(probe, "kernel_ratio"))],
-            "alignment iteration", "ratio", marks=[(1.0, "base")], description="Kernel distance relative to the base"),
-            "Guard: kernel distance of pixel statistics to the winning style, relative to the base model."),
-        _figure(line_chart(
-            [Series("2x2 pattern", _column(probe, "step"), _column(probe, "pattern"))],
-            "alignment iteration", "amplitude", marks=[(0.03, "limit")], description="Amplitude of the 2x2 pattern"),
-            "Guard: amplitude of the mean 2x2 pattern, where a dot grid over every picture would show."),
-    ]  # fmt: skip
+            "the labels).",
+        ),
+        _figure(
+            line_chart(
+                [
+                    Series("loss", _column(align, "step"), _column(align, "loss")),
+                    Series("accuracy", _column(align, "step"), _column(align, "rewards/accuracies")),
+                ],
+                "alignment iteration",
+                "DPO",
+                marks=[(float(np.log(2)), "ln 2")],
+                description="DPO loss and accuracy",
+            ),
+            "DPO loss (ln 2 before the first update) and share of pairs with a positive margin.",
+        ),
+        _figure(
+            line_chart(
+                [Series("distance", _column(probe, "step"), _column(probe, "pixel_distance"))],
+                "alignment iteration",
+                "distance",
+                marks=limits,
+                description="Kernel distance of pixel statistics",
+            ),
+            "Guard: kernel distance of the probe pictures' pixel statistics to the winning style.",
+        ),
+        _figure(
+            line_chart(
+                [Series("2x2 pattern", _column(probe, "step"), _column(probe, "pattern"))],
+                "alignment iteration",
+                "amplitude",
+                marks=[(0.03, "limit")],
+                description="Amplitude of the 2x2 pattern",
+            ),
+            "Guard: amplitude of the mean 2x2 pattern, where a dot grid over every picture would show.",
+        ),
+    ]
     return f'<h2>How it went</h2><div class="charts">{"".join(charts)}</div>'
 
 
@@ -182,13 +253,24 @@ def _guards(summary: dict) -> str:
         return ""
     body = "".join(
         f"<tr><td>{html.escape(row['name'])}</td><td>{number(row['base'])}</td><td>{number(row['aligned'])}</td>"
-        f"<td>{html.escape(row['limit'])}</td><td class='word{'' if row['holds'] else ' bad'}'>"
-        f"{'holds' if row['holds'] else 'broken'}</td></tr>" for row in rows
-    )  # fmt: skip
-    return ("<h2>Guards</h2><p>A reward can be raised without better pictures: a dot grid over every picture raises "
-            "several independent judges at once. These numbers use no network, and a broken one means that the gain "
-            "above is not to be believed.</p><div class=scroll><table><tr><th>guard</th><th>base</th><th>aligned</th>"
-            f"<th>limit</th><th></th></tr>{body}</table></div>")  # fmt: skip
+        f"<td>{_range(row)}</td><td class='word{'' if row['holds'] else ' bad'}'>"
+        f"{'holds' if row['holds'] else 'broken'}</td></tr>"
+        for row in rows
+    )
+    return (
+        "<h2>Guards</h2><p>A reward can be raised without better pictures: a dot grid over every picture raises "
+        "several independent judges at once. These numbers use no network, and a broken one means that the gain "
+        "above is not to be believed.</p><div class=scroll><table><tr><th>guard</th><th>base</th><th>aligned</th>"
+        f"<th>limit</th><th></th></tr>{body}</table></div>"
+    )
+
+
+def _range(row: dict) -> str:
+    return (
+        f"at most {number(row['high'])}"
+        if not row["low"]
+        else f"{number(row['low'])} to {number(row['high'])}"
+    )
 
 
 def _fidelity(stages: dict[str, list[dict]], summary: dict) -> str:
@@ -196,25 +278,41 @@ def _fidelity(stages: dict[str, list[dict]], summary: dict) -> str:
     if not lines:
         return ""
     names = [("fp4", "FP4, few steps"), ("bf16", "BF16, few steps")]
-    chart = _figure(line_chart(
-        [Series(label, _column(lines, "step"), _column(lines, f"fidelity/{key}/spearman")) for key, label in names],
-        "alignment iteration", "Spearman", limits=(0, 1), description="Rank fidelity"),
+    chart = _figure(
+        line_chart(
+            [
+                Series(label, _column(lines, "step"), _column(lines, f"fidelity/{key}/spearman"))
+                for key, label in names
+            ],
+            "alignment iteration",
+            "Spearman",
+            limits=(0, 1),
+            description="Rank fidelity",
+        ),
         "Spearman correlation, within each prompt, of the cheap rewards with those of the full BF16 sampling of the "
-        "same seeds.")  # fmt: skip
+        "same seeds.",
+    )
     rows = "".join(
-        f"<tr><td>{label}</td>" + "".join(
+        f"<tr><td>{label}</td>"
+        + "".join(
             f"<td>{number(_mean(lines, f'fidelity/{key}/{measure}'))}</td>"
-            for measure in ("spearman", "hit_best", "hit_worst", "rank_best", "rank_worst"))
-        + "</tr>" for key, label in names
-    )  # fmt: skip
+            for measure in ("spearman", "hit_best", "hit_worst", "rank_best", "rank_worst")
+        )
+        + "</tr>"
+        for key, label in names
+    )
     perfect = lines[-1]
-    note = (f"Perfect ranks are {number(perfect.get('fidelity/perfect_best'))} and "
-            f"{number(perfect.get('fidelity/perfect_worst'))}, random ones {number(perfect.get('fidelity/random'))} "
-            f"and {number(perfect.get('fidelity/random'))}.")  # fmt: skip
-    return ("<h2>Does the cheap exploration rank as the full sampling does?</h2><p>FP4 rewards choose seeds, they are "
-            f"never labels. {note}</p><div class=charts>{chart}<div class=scroll><table><tr><th>explored with</th>"
-            "<th>Spearman</th><th>hits, best</th><th>hits, worst</th><th>true rank of best</th><th>of worst</th></tr>"
-            f"{rows}</table></div></div>")  # fmt: skip
+    note = (
+        f"Perfect ranks are {number(perfect.get('fidelity/perfect_best'))} and "
+        f"{number(perfect.get('fidelity/perfect_worst'))}, random ones {number(perfect.get('fidelity/random'))} "
+        f"and {number(perfect.get('fidelity/random'))}."
+    )
+    return (
+        "<h2>Does the cheap exploration rank as the full sampling does?</h2><p>FP4 rewards choose seeds, they are "
+        f"never labels. {note}</p><div class=charts>{chart}<div class=scroll><table><tr><th>explored with</th>"
+        "<th>Spearman</th><th>hits, best</th><th>hits, worst</th><th>true rank of best</th><th>of worst</th></tr>"
+        f"{rows}</table></div></div>"
+    )
 
 
 def _mean(lines: Sequence[dict], key: str) -> float | None:
@@ -226,5 +324,7 @@ def _times(summary: dict) -> str:
     times = summary.get("stage_seconds") or {}
     if not times:
         return ""
-    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{seconds:.1f}</td></tr>" for name, seconds in times.items())
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{seconds:.1f}</td></tr>" for name, seconds in times.items()
+    )
     return f"<h2>Where the time went</h2><table><tr><th>stage</th><th>seconds</th></tr>{rows}</table>"

@@ -1,0 +1,217 @@
+"""``python -m fp4bf16 train`` and ``sample``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError, NonFiniteError, RewardError, ShapeError
+from .config import PRESETS, Config, check, from_dict, get_preset, override
+
+#: What a user can cause; shown as one sentence, without a traceback.
+_USER = (CheckpointError, ConfigError, ImportError, NonFiniteError, RewardError, ShapeError, OSError)
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add the commands ``train`` and ``sample``; each sets ``function``, which takes the arguments and
+    returns the exit
+    code."""
+    train = subparsers.add_parser(
+        "train",
+        help="train a small diffusion model, then align it by DPO",
+        description="Trains a diffusion model on pictures in two drawing styles, explores on the FP4 track, labels and "
+        "trains on BF16, and writes a report. The same command again goes on where the run was left.",
+    )
+    # No argparse choices: an unknown preset gets a sentence with the nearest name.
+    train.add_argument(
+        "--preset", default="faces16", metavar="NAME", help=f"{', '.join(PRESETS)} (default: faces16)"
+    )
+    train.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/PRESET)")
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the configuration and the plan, write nothing"
+    )
+    train.add_argument("--seed", type=int, metavar="N", help="seed of everything random (default: 0)")
+    train.add_argument(
+        "--route", type=Path, metavar="FILE", help="JSON: parameter-name pattern -> track, for exploring"
+    )
+    train.add_argument(
+        "--select", metavar="HOW", help="best_worst (default) or random: which explored seeds are kept"
+    )
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. --set base.steps=500"
+    )
+    train.set_defaults(function=train_command)
+    sample = subparsers.add_parser(
+        "sample", help="draw pictures from a run", description="Draws pictures from a run."
+    )
+    sample.add_argument("--run", type=Path, required=True, metavar="DIR", help="folder of the run")
+    sample.add_argument(
+        "--caption", required=True, metavar="TEXT", help="what to draw, in words that the run has seen"
+    )
+    sample.add_argument("--n", type=int, default=16, help="pictures (default: 16)")
+    sample.add_argument(
+        "--seed", type=int, default=0, help="seed of the first; the next has the next (default: 0)"
+    )
+    sample.add_argument("--track", default="bf16", metavar="T", help="bf16 (default) or fp4")
+    sample.add_argument(
+        "--steps", type=int, default=None, help="sampling steps (default: as the run's evaluation)"
+    )
+    sample.add_argument("--weights", default="aligned", metavar="W", help="aligned (default) or base")
+    sample.add_argument("--out", type=Path, required=True, metavar="FILE", help="PNG file to write")
+    sample.set_defaults(function=sample_command)
+
+
+def _guarded(function):
+    """Run a command; what the user can cause becomes a sentence on stderr and exit code 2."""
+
+    def command(arguments: argparse.Namespace) -> int:
+        try:
+            return function(arguments)
+        except _USER as error:
+            print(f"fp4bf16: {error}", file=sys.stderr)
+            return 2
+
+    return command
+
+
+def configuration(arguments: argparse.Namespace) -> Config:
+    """The configuration that the command line asks for."""
+    config = get_preset(arguments.preset)
+    if arguments.seed is not None:
+        config = dataclasses.replace(config, seed=arguments.seed)
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"--seed {config.seed}: must be a whole number from 0 to 2^63 - 1")
+    if arguments.select is not None:
+        config = dataclasses.replace(config, align=dataclasses.replace(config.align, select=arguments.select))
+    if arguments.route is not None:
+        config = dataclasses.replace(config, route=_read_route(arguments.route))
+    return override(config, arguments.set)
+
+
+def _read_route(path: Path) -> dict[str, str]:
+    try:
+        route = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--route {path}: cannot be read as JSON ({error})") from error
+    if not isinstance(route, dict) or not all(isinstance(v, str) for v in route.values()):
+        raise ConfigError(
+            f'--route {path}: must be one JSON object of pattern -> track, like {{"conv_in*": "bf16"}}'
+        )
+    return route
+
+
+def plan(config: Config) -> str:
+    """What a run would do, in lines."""
+    from .data import Vocabulary, load_pairs
+    from .denoiser import Denoiser
+
+    pairs = load_pairs(config.size)
+    trained = pairs.select(role="policy", word=config.word or None)
+    model = Denoiser(config, Vocabulary.of(trained.captions))
+    b, j, a = config.base, config.judge, config.align
+    cost = a.prompts * (a.seeds * a.explore_steps + a.keep * a.steps)
+    return "\n".join(
+        [
+            f"model     {model.unet.parameter_count() / 1e6:.2f} M parameters, {config.size} x {config.size} pixels, "
+            f"{len(model.vocabulary)} words",
+            f"data      {len(trained)} captions in two styles for the base and the prompts",
+            f"base      {b.steps} steps of {b.batch} pictures",
+            f"judges    2 x {j.steps} steps of {j.batch} pictures",
+            f"align     {a.iterations} iterations: {a.prompts} prompts x {a.seeds} seeds x {a.explore_steps} steps on "
+            f"{a.explore_track}, {a.select}, {a.keep} a prompt x {a.steps} steps on bf16 ({cost} evaluations), "
+            f"{a.prompts * a.keep // 2} pairs x {a.timesteps} timesteps of DPO",
+            f"evaluate  {config.eval.captions or 'all'} captions x {config.eval.seeds} seeds x {config.eval.steps} steps, "
+            f"base and aligned",
+        ]
+    )
+
+
+@_guarded
+def train_command(arguments: argparse.Namespace) -> int:
+    """Exit code 0: finished; 2: the request cannot be met; 130 or 143: stopped by Ctrl-C or SIGTERM, and
+    saved.
+    """
+    from .chart import number
+    from .extras import require
+    from .progress import Progress, announce_compilation
+    from .run import Stopped, train
+
+    config = configuration(arguments)
+    if arguments.dry_run:
+        print(json.dumps(config.to_dict(), indent=2))
+        print(plan(config))
+        return 0
+    for module, purpose in (("PIL.Image", "train"), ("safetensors.numpy", "train")):
+        require(module, purpose)
+    out = arguments.out or Path("runs") / config.preset
+    progress = Progress()
+    announce_compilation(progress.say)
+    again = "python -m fp4bf16 " + shlex.join(sys.argv[1:])
+    try:
+        s = train(config, out, progress)
+    except Stopped as stopped:
+        progress.say(f"stopped and saved in {out}; go on with the same command: {again}")
+        return 128 + stopped.args[0]
+    except KeyboardInterrupt:
+        progress.say(
+            f"stopped at once; {out} holds the last checkpoint, go on with the same command: {again}"
+        )
+        return 130
+    print(
+        f"finished: held-out judge {s['heldout_gain']:+.1f} points (95 % interval {s['heldout_gain_low']:+.1f} to "
+        f"{s['heldout_gain_high']:+.1f}) on {s['pictures']} pictures, reward {number(s['reward_base'])} -> "
+        f"{number(s['reward'])}, {s['seconds']:.0f} s, {s['peak_rss_mb']:.0f} MB"
+    )
+    for guard in s["guards"]:
+        if not guard["holds"]:
+            print(
+                f"guard broken: {guard['name']} is {number(guard['aligned'])}, allowed is {number(guard['low'])} to "
+                f"{number(guard['high'])}: do not believe the gain"
+            )
+    print(f"report: {out / 'report.html'}")
+    return 0
+
+
+def load_model(folder: Path, weights: str = "aligned"):
+    """The `Denoiser` of a run's folder, with its ``aligned`` or its ``base`` weights."""
+    from . import checkpoint
+    from .data import Vocabulary
+    from .denoiser import Denoiser
+    from .folder import RunFolder
+    from .run import restore_weights
+
+    run = RunFolder(folder)
+    config = check(from_dict(run.read_config()["config"]))
+    arrays, meta = checkpoint.load(run.checkpoint_file)
+    model = Denoiser(config, Vocabulary(tuple(meta["words"])))
+    if weights not in ("aligned", "base"):
+        raise ConfigError(f"--weights {weights}: is not known; use aligned or base")
+    # Before the alignment the average of the weights is the model; afterwards it is what DPO started from.
+    restore_weights(model, arrays, "ema" if weights == "base" or meta["stage"] == "base" else "policy")
+    return model
+
+
+@_guarded
+def sample_command(arguments: argparse.Namespace) -> int:
+    """Write one PNG with `n` pictures of a caption."""
+    from .pictures import grid, png, to_bytes
+
+    if arguments.track not in ("bf16", "fp4"):
+        raise ConfigError(f"--track {arguments.track}: is not a track to sample on; use bf16 or fp4")
+    if not 1 <= arguments.n <= 10000 or not 0 <= arguments.seed < 2**63:
+        raise ConfigError(
+            f"--n {arguments.n} --seed {arguments.seed}: give 1 to 10000 pictures and a seed from 0"
+        )
+    model = load_model(arguments.run, arguments.weights)
+    seeds = [arguments.seed + i for i in range(arguments.n)]
+    steps = model.config.eval.steps if arguments.steps is None else arguments.steps
+    pictures = model.draw(seeds, [arguments.caption] * arguments.n, steps, arguments.track, strict=True)
+    columns = min(arguments.n, 8)
+    arguments.out.write_bytes(png(grid(to_bytes(pictures), columns), scale=max(1, 128 // model.config.size)))
+    print(f"{arguments.n} pictures of {arguments.caption!r}: {arguments.out}")
+    return 0

@@ -1,0 +1,111 @@
+"""The model of a run: captions and seeds in, pictures out, on the track asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..diffusion.noise import subseed
+from ..diffusion.samplers import generate
+from ..diffusion.schedules import get_schedule
+from ..nn.tape import Variable, no_grad
+from ..nn.unet import UNet2D, UNetConfig, pixel_shuffle, pixel_unshuffle
+from ..tracks import tracks
+from .config import Config
+from .data import Vocabulary, words_of
+
+
+def unet_config(config: Config, vocabulary: int) -> UNetConfig:
+    """The UNet of a run's configuration, for captions of `vocabulary` words."""
+    m = config.model
+    side, channels = config.size // m.unshuffle, 3 * m.unshuffle**2
+    return UNetConfig(
+        sample_size=side,
+        in_channels=channels,
+        out_channels=channels,
+        block_out_channels=m.block_out_channels,
+        down_block_types=tuple("AttnDownBlock2D" if a else "DownBlock2D" for a in m.attention),
+        up_block_types=tuple("AttnUpBlock2D" if a else "UpBlock2D" for a in m.attention[::-1]),
+        layers_per_block=m.layers_per_block,
+        norm_num_groups=m.norm_num_groups,
+        attention_head_dim=None,
+        caption_vocabulary=vocabulary,
+    )
+
+
+class Denoiser:
+    """UNet, vocabulary and noise schedule of a run.
+
+    The policy's weights live in ``unet.flat.data``; methods that take `weights` run with another buffer of
+    the same layout (the average, the reference) and leave the policy as it was.
+    """
+
+    def __init__(self, config: Config, vocabulary: Vocabulary):
+        self.config, self.vocabulary = config, vocabulary
+        self.unet = UNet2D(unet_config(config, len(vocabulary)), seed=subseed(config.seed, "weights"))
+        self.unet.apply_route(config.route)
+        self.schedule = get_schedule(config.diffusion.schedule, config.diffusion.timesteps)
+        self.prediction = config.diffusion.prediction
+        side = config.size // config.model.unshuffle
+        self.shape = (side, side, 3 * config.model.unshuffle**2)
+
+    def encode(self, captions: Sequence[str], strict: bool = False) -> np.ndarray:
+        """Bags of words, float32 (n, vocabulary). Words that the model was not trained on are left out, or
+        raise
+        `ConfigError` naming them where `strict`."""
+        if strict:
+            return self.vocabulary.encode(captions)
+        known = set(self.vocabulary.words)
+        return self.vocabulary.encode([" ".join(w for w in words_of(c) if w in known) for c in captions])
+
+    def fold(self, pictures: np.ndarray) -> np.ndarray:
+        """Pictures (n, H, W, 3) as the network sees them."""
+        return np.ascontiguousarray(pixel_unshuffle(pictures, self.config.model.unshuffle))
+
+    def policy(self, x: np.ndarray, t: np.ndarray, captions: np.ndarray) -> Variable:
+        """The network's output on the tape, BF16 track: what is trained."""
+        with tracks("bf16"):
+            return self.unet(x, t, captions=captions)
+
+    def evaluate(self, x: np.ndarray, t: np.ndarray, captions: np.ndarray) -> np.ndarray:
+        """The same values without a tape, on the track in force."""
+        with no_grad():
+            return self.unet(x, t, captions=captions).data
+
+    def reference(self, weights: np.ndarray):
+        """The model with frozen `weights`, BF16 track, no tape: a function of (x, t, captions)."""
+
+        def frozen(x, t, captions):
+            with self.unet.using(weights), tracks("bf16"):
+                return self.evaluate(x, t, captions)
+
+        return frozen
+
+    def draw(
+        self,
+        seeds,
+        captions: Sequence[str],
+        steps: int,
+        track: str = "bf16",
+        sampler: str = "ddim",
+        strict: bool = False,
+    ) -> np.ndarray:
+        """One picture a seed, float32 (n, H, W, 3) in [-1, 1], from the policy's weights.
+
+        On the FP4 track every layer runs where the run's route puts it; "bf16" overrides the route.
+        """
+        encoded = self.encode(captions, strict)
+        with tracks(None if track == "fp4" else track):
+            latents = generate(
+                self.evaluate,
+                seeds,
+                encoded,
+                self.shape,
+                self.schedule,
+                steps,
+                sampler=sampler,
+                prediction=self.prediction,
+                chunk=self.config.diffusion.chunk,
+            )
+        return np.ascontiguousarray(pixel_shuffle(latents, self.config.model.unshuffle))
