@@ -8,6 +8,14 @@ from typing import Any
 #: kernel -> module of this package that holds it
 _HOME = {
     **dict.fromkeys(
+        (
+            "Geometry", "column_sums", "conv_dgrad", "conv_forward", "conv_wgrad", "fake_quantize",
+            "rounded", "store", "values",
+        ),
+        "cpu_conv",
+    ),
+    **dict.fromkeys(("attention_backward", "attention_forward"), "cpu_attention"),
+    **dict.fromkeys(
         ("amax_rows", "dequantize_rows", "expand_rows", "fake_quantize_rows", "quantize_rows", "round_bf16"),
         "cpu_quantize",
     ),

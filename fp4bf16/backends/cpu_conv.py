@@ -23,6 +23,7 @@ import numpy as np
 from numba import njit
 
 from ..interop import BFLOAT16
+from . import cpu_quantize as quantizer
 from .threads import parallel_chunks
 
 _BLOCK_BYTES = 1 << 20  # patches of one block of lines: half of a usual second-level cache
@@ -173,7 +174,7 @@ def _scatter(cols, x, window, first, last, h, w, c, kh, kw, stride, top, left, o
 _local = threading.local()
 
 
-def _scratch(name: str, shape: tuple[int, ...], dtype) -> np.ndarray:
+def scratch(name: str, shape: tuple[int, ...], dtype) -> np.ndarray:
     """This thread's buffer called `name`, grown when needed and kept: fresh pages would cost as much as the
     copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -207,6 +208,12 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return y
 
 
+def round_in_place(x: np.ndarray) -> None:
+    """x, C-contiguous float32, becomes the BF16 values nearest to it."""
+    flat = x.reshape(-1).view(np.uint32)
+    _round(flat, flat)
+
+
 def store(y: np.ndarray, out: np.ndarray) -> None:
     """out[...] = y, rounded once to out's dtype."""
     if y is out:
@@ -217,7 +224,7 @@ def store(y: np.ndarray, out: np.ndarray) -> None:
         out[...] = y
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
+def bits(x: np.ndarray) -> np.ndarray:
     """Flat view that the kernels take: float64, or the bits of float32."""
     flat = x.reshape(-1)
     return flat if flat.dtype == np.float64 else flat.view(np.uint32)
@@ -234,28 +241,28 @@ class _Patches:
     """The patches of x, block by block; `rounding` rounds them to BF16 as they are copied."""
 
     def __init__(self, x: np.ndarray, geo: Geometry, rounding: bool):
-        self.x, self.geo, self.rounding, self.dtype = _bits(x), geo, rounding, x.dtype
+        self.x, self.geo, self.rounding, self.dtype = bits(x), geo, rounding, x.dtype
         self.most = max(1, _BLOCK_BYTES // (geo.ow * geo.k * x.itemsize))  # lines a block
         self.direct = x.reshape(-1, geo.c) if geo.pointwise and not rounding else None
-        self.bits = self.x.dtype
+        self.kind = self.x.dtype
 
     def lines(self, first: int, last: int) -> np.ndarray:
         """(pixels, kh*kw*C) of lines [first, last), in this thread's buffer."""
         g = self.geo
         if self.direct is not None:
             return self.direct[first * g.ow : last * g.ow]
-        cols = _scratch("cols", ((last - first) * g.ow, g.k), self.dtype)
+        cols = scratch("cols", ((last - first) * g.ow, g.k), self.dtype)
         if g.pointwise:
-            _round(self.x[first * g.ow * g.c : last * g.ow * g.c], _bits(cols))
+            _round(self.x[first * g.ow * g.c : last * g.ow * g.c], bits(cols))
             return cols
         rows = (min(last - first, g.oh) - 1) * g.stride + g.kh
-        window = _scratch("window", (rows * ((g.ow - 1) * g.stride + g.kw) * g.c,), self.bits)
-        _gather(self.x, _bits(cols), window, first, last, g.h, g.w, g.c, g.kh, g.kw, g.stride, g.top, g.left,
+        window = scratch("window", (rows * ((g.ow - 1) * g.stride + g.kw) * g.c,), self.kind)
+        _gather(self.x, bits(cols), window, first, last, g.h, g.w, g.c, g.kh, g.kw, g.stride, g.top, g.left,
                 g.oh, g.ow, self.rounding)  # fmt: skip
         return cols
 
 
-def _least(flops_each: int) -> int:
+def least(flops_each: int) -> int:
     """Lines or pictures that make a chunk worth a thread of its own."""
     return max(1, -(-_CHUNK_FLOPS // max(1, flops_each)))
 
@@ -263,8 +270,8 @@ def _least(flops_each: int) -> int:
 # ---- the three products ------------------------------------------------------------------------------------
 
 
-def forward(x: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, rounding: bool,
-            finish: Callable[[np.ndarray, slice], None] | None = None) -> None:  # fmt: skip
+def conv_forward(x: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, rounding: bool,
+                 finish: Callable[[np.ndarray, slice], None] | None = None) -> None:  # fmt: skip
     """out (pixels, O) = patches of x times w (O, k); ``finish(y, pixels)`` is applied in place to each block
     of y.
 
@@ -276,16 +283,16 @@ def forward(x: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, roundi
         for a, b in _blocks(first, last, patches.most):
             pixels = slice(a * geo.ow, b * geo.ow)
             target = out[pixels]
-            y = target if out.dtype == x.dtype else _scratch("y", target.shape, x.dtype)
+            y = target if out.dtype == x.dtype else scratch("y", target.shape, x.dtype)
             np.matmul(patches.lines(a, b), w_t, out=y)
             if finish is not None:
                 finish(y, pixels)
             store(y, target)
 
-    parallel_chunks(geo.lines, lines, _least(2 * geo.ow * geo.k * geo.o))
+    parallel_chunks(geo.lines, lines, least(2 * geo.ow * geo.k * geo.o))
 
 
-def wgrad(g: np.ndarray, x: np.ndarray, geo: Geometry, rounding: bool, round_g: bool) -> np.ndarray:
+def conv_wgrad(g: np.ndarray, x: np.ndarray, geo: Geometry, rounding: bool, round_g: bool) -> np.ndarray:
     """dW (O, k) = g (pixels, O)^T times the patches of x; a sum of one partial sum a thread, in index
     order."""
     patches, parts = _Patches(x, geo, rounding), {}
@@ -298,7 +305,7 @@ def wgrad(g: np.ndarray, x: np.ndarray, geo: Geometry, rounding: bool, round_g: 
             total = part if total is None else np.add(total, part, out=total)
         parts[first] = total
 
-    parallel_chunks(geo.lines, lines, _least(2 * geo.ow * geo.k * geo.o))
+    parallel_chunks(geo.lines, lines, least(2 * geo.ow * geo.k * geo.o))
     if not parts:
         return np.zeros((geo.o, geo.k), x.dtype)
     total, *others = (parts[first] for first in sorted(parts))
@@ -312,19 +319,19 @@ def _rows(g: np.ndarray, first: int, last: int, rounding: bool) -> np.ndarray:
     rows = g[first:last]
     if not rounding:
         return rows
-    buffer = _scratch("rows", rows.shape, g.dtype)
-    _round(_bits(rows), _bits(buffer))
+    buffer = scratch("rows", rows.shape, g.dtype)
+    _round(bits(rows), bits(buffer))
     return buffer
 
 
-def dgrad(g: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, round_g: bool) -> None:
+def conv_dgrad(g: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, round_g: bool) -> None:
     """out (n, h, w, c) = gradient in x of the convolution `geo`, from g (n, oh, ow, o) and w (o, kh, kw,
     c)."""
     if geo.stride == 1:
         flipped = np.ascontiguousarray(w[:, ::-1, ::-1].transpose(3, 1, 2, 0)).reshape(geo.c, -1)
         back = Geometry(geo.n, geo.oh, geo.ow, geo.o, geo.c, geo.kh, geo.kw, 1,
                         geo.kh - 1 - geo.top, geo.kw - 1 - geo.left, geo.h, geo.w)  # fmt: skip
-        forward(g, flipped, back, out.reshape(-1, geo.c), round_g)
+        conv_forward(g, flipped, back, out.reshape(-1, geo.c), round_g)
         return
     direct = out if out.dtype == g.dtype else np.empty(out.shape, g.dtype)
     flat, rows, matrix = direct.reshape(-1), g.reshape(-1, geo.o), w.reshape(geo.o, geo.k)
@@ -333,17 +340,30 @@ def dgrad(g: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, round_g:
     size = ((geo.oh - 1) * geo.stride + geo.kh) * ((geo.ow - 1) * geo.stride + geo.kw) * geo.c
 
     def pictures(first: int, last: int) -> None:
-        window = _scratch("window", (size,), g.dtype)
+        window = scratch("window", (size,), g.dtype)
         for a, b in _blocks(first, last, most):
-            cols = _scratch("cols", ((b - a) * each, geo.k), g.dtype)
+            cols = scratch("cols", ((b - a) * each, geo.k), g.dtype)
             np.matmul(_rows(rows, a * each, b * each, round_g), matrix, out=cols)
             _scatter(cols.reshape(-1), flat, window, a, b, geo.h, geo.w, geo.c, geo.kh, geo.kw, geo.stride,
                      geo.top, geo.left, geo.oh, geo.ow)  # fmt: skip
 
-    parallel_chunks(geo.n, pictures, _least(2 * each * geo.k * geo.o))
+    parallel_chunks(geo.n, pictures, least(2 * each * geo.k * geo.o))
     store(direct, out)
 
 
 def column_sums(x: np.ndarray) -> np.ndarray:
     """Sum over the rows of x (rows, columns), as a product with ones: BLAS adds in many lanes."""
     return np.ones(x.shape[0], x.dtype) @ x
+
+
+def fake_quantize(x: np.ndarray, fmt, search: str, outer: str = "image") -> np.ndarray:
+    """Decoded FP4 values of x (groups, ..., K), float32, blocked along the last axis.
+
+    One outer scale for each index of the first axis ("image": a picture, an output channel, a head), or for
+    each row; formats without an outer scale ignore that.
+    """
+    rows, amax = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), None
+    if outer == "image" and fmt.default_outer is not None and x.size:
+        amax = quantizer.amax_rows(rows).reshape(x.shape[0], -1).max(1)
+        amax = np.repeat(amax, rows.shape[0] // x.shape[0])
+    return quantizer.fake_quantize_rows(rows, fmt, None, search, amax=amax).reshape(x.shape)
