@@ -69,7 +69,12 @@ class Operand:
 
     @property
     def dtype(self) -> str:
-        return str(self.array.dtype)
+        return _dtype_name(self.array.dtype)
+
+
+@cache
+def _dtype_name(dtype: np.dtype) -> str:
+    return str(dtype)  # composed anew by NumPy at every call, which cost as much as a small product
 
 
 @cache
