@@ -131,4 +131,5 @@ def _order(first, second, nibble_order, where):
 
 def round_bf16(x: np.ndarray) -> np.ndarray:
     """`x` rounded once to bfloat16 (half to even), returned as float32."""
-    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
