@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with 2, naming the command that was probably meant."""
-        if "invalid choice" in message and "argument command" in message:
+        if message.startswith("argument {") and "invalid choice: " in message:
             given = message.split("invalid choice: ")[1].split(" ")[0].strip("'\"")
             message = f"{given!r} is not a command{nearest(given, COMMANDS)}"
         super().error(message)

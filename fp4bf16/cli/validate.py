@@ -187,18 +187,31 @@ def available_backends() -> tuple[list[str], list[str]]:
 
 
 # ---- the table
-ROW = "{:<10} {:<14} {:<10} {:<12} {:<9} {:<14} {:<24} {:>9} {:>9}"
-HEAD = ROW.format("backend", "op", "track", "format", "dtype", "shape", "variant", "error", "bound")
+ROW = "{:<10} {:<14} {:<10} {:<12} {:<9} {:<38} {:>9} {:>9}"
+HEAD = ROW.format("backend", "op", "track", "format", "dtype", "input", "error", "bound")
+
+
+def _kind(case: Case) -> tuple[str, ...]:
+    """What cases that share one row of the short table have in common."""
+    fmt = "" if case.track in ("bf16", "reference") else case.format
+    return case.backend, case.op, case.track or "", fmt, case.dtype
+
+
+def _row(case: Case, report: Report, what: str) -> str:
+    row = ROW.format(*_kind(case), what, f"{report.error:.2g}", f"{report.bound:.2g}")
+    return f"{row}  PASS" if report.passed else f"{row}  FAIL  {report.detail}"
 
 
 def line(case: Case, report: Report) -> str:
-    """One row: what was run, its error, the bound, the verdict."""
-    shape = "x".join(map(str, case.shape))
-    variant = " ".join(f"{k}={v}" for k, v in case.options.items()).replace(" ", "") if case.options else ""
-    fmt = "" if case.track in ("bf16", "reference") else case.format
-    numbers = f"{report.error:.2g}", f"{report.bound:.2g}"
-    row = ROW.format(case.backend, case.op, case.track or "", fmt, case.dtype, shape, variant, *numbers)
-    return f"{row}  PASS" if report.passed else f"{row}  FAIL  {report.detail}"
+    """One case: what was run, its error, the bound, the verdict."""
+    options = " ".join(f"{k}={v}".replace(" ", "") for k, v in case.options.items())
+    return _row(case, report, " ".join(filter(None, ("x".join(map(str, case.shape)), options))))
+
+
+def summary(group: list[tuple[Case, Report]]) -> str:
+    """One row for cases that passed: how many, and the one that came nearest to its bound."""
+    case, report = max(group, key=lambda g: g[1].error / g[1].bound if g[1].bound else g[1].error)
+    return _row(case, report, f"{len(group)} cases" if len(group) > 1 else "1 case")
 
 
 class Bar:
@@ -234,16 +247,34 @@ def main(args: argparse.Namespace) -> int:
     if not compiled.kernels_cached():
         print(compiled.FIRST_RUN, flush=True)
     print(HEAD, flush=True)
-    start, failed, bar = time.perf_counter(), 0, Bar(len(todo))
-    for number, case in enumerate(todo, 1):
-        bar.show(number, case)
-        report = run_case(case, args.seed)
-        bar.clear()
-        print(line(case, report), flush=True)
-        failed += not report.passed
+    start = time.perf_counter()
+    failed = _run_all(todo, args.seed, every_case=args.verbose or args.op is not None)
     seconds = time.perf_counter() - start
     print(f"{len(todo) - failed} passed, {failed} failed in {seconds:.1f} s on {', '.join(found)}")
     return 1 if failed else 0
+
+
+def _run_all(todo: list[Case], seed: int, every_case: bool) -> int:
+    """Run the cases kind by kind and print their rows; the number that failed."""
+    groups: dict[tuple[str, ...], list[Case]] = {}
+    for case in todo:
+        groups.setdefault(_kind(case), []).append(case)
+    failed, done, bar = 0, 0, Bar(len(todo))
+    for group in groups.values():
+        passed = []
+        for case in group:
+            done += 1
+            bar.show(done, case)
+            report = run_case(case, seed)
+            bar.clear()
+            failed += not report.passed
+            if report.passed:
+                passed.append((case, report))
+            if every_case or not report.passed:
+                print(line(case, report), flush=True)
+        if passed and not every_case:
+            print(summary(passed), flush=True)
+    return failed
 
 
 # ---- command line
@@ -282,6 +313,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--format", type=_one_of(FORMATS, "a format"), metavar="FORMAT", help=", ".join(FORMATS)
     )
+    parser.add_argument("--verbose", action="store_true", help="a row for each case (so it is with --op)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs (default: 0)")
 
     def checked(args: argparse.Namespace) -> int:
