@@ -15,8 +15,8 @@ def main() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((256, 1024), dtype=np.float32)
     # A weight as trained ones are: a few strong directions over a noisy rest.
-    strong = rng.standard_normal((1024, 8), dtype=np.float32) @ rng.standard_normal((8, 512), dtype=np.float32)
-    w = strong / 4 + rng.standard_normal((1024, 512), dtype=np.float32)
+    strong = rng.standard_normal((1024, 8)) @ rng.standard_normal((8, 512))
+    w = (strong / 4 + rng.standard_normal((1024, 512))).astype(np.float32)
     exact = x.astype(np.float64) @ w
 
     wq = fb.quantize(w, axis=-2)  # prepared once: 4.5 bits an element, blocks of 16 along K
