@@ -1,4 +1,6 @@
-"""The tape: every operation's derivative against finite differences, once and twice, and the two forms of it."""
+"""The tape: every operation's derivative against finite differences, once and twice, and the two forms of
+it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def check(rng, f, *shapes, positive=False):
         for i, x in enumerate(arrays):  # each input alone, along a random direction
             along = [d if j == i else np.zeros_like(d) for j, d in enumerate(directions)]
             want = (loss(shifted(arrays, along, EPS)) - loss(shifted(arrays, along, -EPS))) / (2 * EPS)
-            close(float((fused[i].data * directions[i]).sum()), want, rtol=1e-5, atol=1e-6 * max(1, x.size**0.5))
+            close(
+                float((fused[i].data * directions[i]).sum()), want, rtol=1e-5, atol=1e-6 * max(1, x.size**0.5)
+            )
         if not any(t.requires_grad for t in taped):
             return  # linear in all inputs: the second derivative is zero and the tape knows it
         product = sum((t * d).sum() for t, d in zip(taped, directions, strict=True))
@@ -102,19 +106,37 @@ OPS = {
     "linear_no_bias": (F.linear, (3, 4), (5, 4)),
     "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (2, 4, 3, 2), (3, 3, 3, 2), (3,)),
     "conv2d_stride": (
-        lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=((0, 1), (0, 1))), (1, 4, 4, 2), (3, 3, 3, 2), (3,)),
-    "conv2d_residual": (lambda x, w, r: F.conv2d(x, w, residual=r * r), (2, 3, 3, 2), (3, 1, 1, 2), (2, 3, 3, 3)),
+        lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=((0, 1), (0, 1))),
+        (1, 4, 4, 2),
+        (3, 3, 3, 2),
+        (3,),
+    ),
+    "conv2d_residual": (
+        lambda x, w, r: F.conv2d(x, w, residual=r * r),
+        (2, 3, 3, 2),
+        (3, 1, 1, 2),
+        (2, 3, 3, 3),
+    ),
     "attention": (F.attention, (2, 3, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4)),
     "attention_causal": (
-        lambda q, k, v: F.attention(q, k, v, causal=True, scale=0.3), (1, 4, 1, 3), (1, 4, 1, 3), (1, 4, 1, 3)),
+        lambda q, k, v: F.attention(q, k, v, causal=True, scale=0.3),
+        (1, 4, 1, 3),
+        (1, 4, 1, 3),
+        (1, 4, 1, 3),
+    ),
     "group_norm": (lambda x, w, b: F.group_norm(x, w, b, 2), (2, 2, 3, 4), (4,), (4,)),
     "group_norm_silu": (lambda x, w, b: F.group_norm(x, w, b, 2, 1e-3, silu=True), (2, 3, 4), (4,), (4,)),
     "group_norm_shift": (
-        lambda x, w, b, s: F.group_norm(x, w, b, 2, 1e-3, silu=True, shift=s), (2, 2, 2, 4), (4,), (4,), (2, 4)),
+        lambda x, w, b, s: F.group_norm(x, w, b, 2, 1e-3, silu=True, shift=s),
+        (2, 2, 2, 4),
+        (4,),
+        (4,),
+        (2, 4),
+    ),
     "upsample_nearest": (lambda x: F.upsample_nearest(x * x), (2, 2, 3, 2)),
     "avg_pool2": (lambda x: F.avg_pool2(x * x), (1, 4, 2, 3)),
     "take": (lambda w: F.take(w * w, [[2, 0], [2, 2]]), (3, 4)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -123,14 +145,22 @@ def test_derivatives(name, rng):
     check(rng, f, *shapes)
 
 
-@pytest.mark.parametrize("f", [F.log, F.sqrt, lambda a: a**0.5, lambda a: F.maximum(a, 1.0) * F.minimum(a, 1.5)])
+@pytest.mark.parametrize(
+    "f", [F.log, F.sqrt, lambda a: a**0.5, lambda a: F.maximum(a, 1.0) * F.minimum(a, 1.5)]
+)
 def test_derivatives_of_positive_arguments(f, rng):
     check(rng, f, (3, 4), positive=True)
 
 
 def test_every_operation_is_tested():
     used = {"log", "sqrt", "maximum", "minimum"}
-    shared = {"stop_gradient", "full_like", "through_quantiser", "sum_to", "unslice"}  # tested below, or as adjoints
+    shared = {
+        "stop_gradient",
+        "full_like",
+        "through_quantiser",
+        "sum_to",
+        "unslice",
+    }  # tested below, or as adjoints
     named = {"broadcast_to", "concat", "getitem", "log_sigmoid", "log_softmax"}
     assert set(F.__all__) - set(OPS) - used - shared - named == set()
 
@@ -181,7 +211,11 @@ def test_a_borrowed_gradient_is_not_written(rng):
     s = x + y
     loss_gradient = np.ones(4)
     gx, gy = grad(s + x + x, [x, y], g=loss_gradient)
-    assert gx.data.tolist() == [3.0] * 4 and gy.data.tolist() == [1.0] * 4 and loss_gradient.tolist() == [1.0] * 4
+    assert (
+        gx.data.tolist() == [3.0] * 4
+        and gy.data.tolist() == [1.0] * 4
+        and loss_gradient.tolist() == [1.0] * 4
+    )
 
 
 def test_backward_accumulates_in_place():
@@ -273,7 +307,11 @@ def test_replaced_data_is_noticed_by_second_derivatives():
 
 ERRORS = [
     (lambda x: backward(x * 2.0), ShapeError, r"loss has shape \(2, 3\).*pass g"),
-    (lambda x: grad(x * 2.0, [x], g=np.ones(3)), ShapeError, r"g has shape \(3,\) but the loss has shape \(2, 3\)"),
+    (
+        lambda x: grad(x * 2.0, [x], g=np.ones(3)),
+        ShapeError,
+        r"g has shape \(3,\) but the loss has shape \(2, 3\)",
+    ),
     (lambda x: backward(Variable(np.ones(()))), RuntimeError, "no variable with requires_grad"),
     (lambda x: grad(x.sum(), [Variable(np.ones(2))]), TypeError, "takes no gradient"),
     (lambda x: Variable(np.ones(2, int), requires_grad=True), TypeError, "int64.*astype"),

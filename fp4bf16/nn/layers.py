@@ -15,6 +15,7 @@ from ..errors import ConfigError, ShapeError
 from . import ops as F
 from .module import Module, Parameter, twin_of
 from .tape import Variable
+from .xp import namespace
 
 
 def generator(seed: Any = 0) -> np.random.Generator:
@@ -121,15 +122,16 @@ class BagEmbedding(Module):
         self.weight = Parameter(generator(seed).standard_normal((vocabulary, dim)).astype(np.float32))
 
     def forward(self, bag: Any) -> Variable:
-        bag = np.asarray(bag, self.weight.dtype) if isinstance(bag, (list, np.ndarray)) else bag
+        xp = namespace(self.weight.data)
+        bag = xp.asarray(bag.data if isinstance(bag, Variable) else bag, dtype=self.weight.dtype)
         if bag.ndim != 2 or bag.shape[1] != self.weight.shape[0]:
             raise ShapeError(
                 f"captions: shape {tuple(bag.shape)} given, but there are {self.weight.shape[0]} words; "
                 f"pass (batch, {self.weight.shape[0]})"
             )
-        counts = bag.sum(axis=1, keepdims=True)
+        words = bag.sum(axis=1, keepdims=True)
         total = F.matmul(bag, self.weight, track=self.track)  # the 0/1 bag is exact on every track
-        return F.mul(total, 1.0 / counts.clip(1.0))
+        return F.mul(total, 1.0 / words.clip(1.0))
 
 
 def timestep_embedding(

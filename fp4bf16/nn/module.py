@@ -45,12 +45,13 @@ class Parameter(Variable):
         self.version = _next_version()
 
     def dual(self, rank: int = 32) -> DualWeight:
-        """FP4 twin and low-rank BF16 branch of this (N, K) weight, as (K, N); made anew when the weight
-        changed.
-        """
+        """FP4 twin and low-rank BF16 branch of this (N, K) or (O, kh, kw, I) weight, kept up to date."""
         held = self._twins.get(rank)
         if held is None or held[0] != self.version:
-            held = self._twins[rank] = (self.version, DualWeight(self.data.T, rank))
+            held = self._twins[rank] = (
+                self.version,
+                DualWeight(self.data.T if self.ndim == 2 else self.data, rank),
+            )
         return held[1]
 
     def twin(self, format: str = "nvfp4_exact") -> Any:
@@ -268,4 +269,4 @@ def twin_of(weight: Parameter, track: str) -> Any:
     track = resolve_track(track, "bf16")
     if track == "fp4":
         return weight.twin()
-    return weight.dual() if track == "dual" and weight.ndim == 2 else None
+    return weight.dual() if track == "dual" else None

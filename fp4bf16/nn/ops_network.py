@@ -49,10 +49,12 @@ def _on_grid(x: Any, outer: str, search: str) -> Any:
 
 def _dense(twin: Any, dtype: Any) -> Any:
     """The weight (N, ..., K) that a `QuantizedArray` or a `DualWeight` stands for."""
-    if isinstance(twin, DualWeight):  # (K, N): residual on the FP4 grid plus the low-rank branch
-        low_rank = twin.down.astype("float32") @ twin.up.astype("float32")
-        return (dequantize(twin.twin, dtype="float32") + low_rank).T.astype(dtype)
-    return dequantize(twin, dtype=str(dtype))
+    if not isinstance(twin, DualWeight):
+        return dequantize(twin, dtype=str(dtype))
+    down, up = twin.branch_factors()  # (K, r) and (r, N)
+    rest = dequantize(twin.twin, dtype="float32")
+    rest = rest.T if rest.ndim == 2 else rest
+    return (rest + (down @ up).T.reshape(rest.shape)).astype(dtype)
 
 
 def _seen(x: Any, w: Any, track: str, twin: Any, outer: str) -> tuple:
@@ -109,13 +111,15 @@ _matmul_op = Op("matmul", _matmul_forward, _matmul_vjp)
 def matmul(a: Any, b: Any, track: str | None = None) -> Variable:
     """a (..., M, K) @ b (..., K, N), batched and broadcast as `numpy.matmul`; both at least 2-D.
 
-    track: "bf16" (default), "fp4" or "reference".
+    track: "bf16" (default), "fp4" or "reference"; "dual" runs as "bf16", since neither operand is a
+    `DualWeight`.
     """
     if a.ndim < 2 or b.ndim < 2:
         raise ShapeError(
             f"matmul: a has shape {a.shape} and b {b.shape}, but both need at least 2 axes; reshape vectors"
         )
-    return _matmul_op(a, b, track=resolve_track(track, "bf16"))
+    track = resolve_track(track, "bf16")
+    return _matmul_op(a, b, track="bf16" if track == "dual" else track)
 
 
 Variable.__matmul__, Variable.__rmatmul__ = matmul, lambda a, b: matmul(b, a)
@@ -274,8 +278,9 @@ def _causal_mask(q: Any, k: Any) -> Any:
 
 
 def _attention_vjp(g, inputs, node, needs, track, causal, scale):
-    """With P = softmax(scale Q K^T): dV = P^T g, dS = P (g V^T - sum P (g V^T)), dQ = scale dS K, dK =
-    scale dS^T Q.
+    """dV = P^T g, dS = scale P (g V^T - sum P (g V^T)), dQ = dS K, dK = dS^T Q; P = softmax(scale Q K^T).
+
+    On the FP4 track the operands are taken unquantised here, which the fused form does not do.
     """
     q, k, v, g = (transpose(t, (0, 2, 1, 3)) for t in (*inputs, g))
     t = _exact(track)

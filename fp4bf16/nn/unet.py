@@ -303,7 +303,13 @@ class UNet2D(Module):
     def embed(self, batch: int, timesteps: Any, class_labels: Any = None, captions: Any = None) -> Variable:
         """SiLU of the sum of the time, class and caption embeddings: (batch, time_dim)."""
         c, dtype = self.config, self.conv_in.weight.dtype
-        times = np.broadcast_to(np.asarray(timesteps).reshape(-1), (batch,))
+        times = np.asarray(timesteps)
+        if times.shape not in ((), (1,), (batch,)):
+            raise ShapeError(
+                f"UNet2D: timesteps has shape {times.shape} but sample has {batch} pictures; "
+                "pass one number or one for each"
+            )
+        times = np.broadcast_to(times.reshape(-1), (batch,))
         emb = timestep_embedding(times, c.block_out_channels[0], c.flip_sin_to_cos, c.freq_shift)
         emb = self.time_embedding(emb.astype(dtype, copy=False))
         for name, given, wanted in (
