@@ -85,9 +85,9 @@ def _heads_first(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x.swapaxes(1, 2)).reshape(batch * heads, seq, dim)
 
 
-def _seq_first(x: np.ndarray, batch: int) -> np.ndarray:
-    """The way back, a view."""
-    heads = x.shape[0] // batch if batch else 0
+def _seq_first(x: np.ndarray, like: Operand) -> np.ndarray:
+    """(batch * heads, seq, dim) -> (batch, seq, heads, dim) with the batch and heads of `like`, a view."""
+    batch, _, heads, _ = like.shape
     return x.reshape(batch, heads, *x.shape[1:]).swapaxes(1, 2)
 
 
@@ -189,7 +189,7 @@ def attention(q, k, v, *, track=None, causal=False, scale=None, out=None, stream
     o = np.empty((used.v.shape[0], q.shape[1], v.shape[3]), used.v.dtype)
     if o.size:
         kernels.attention_forward(*used.scores, used.v, o, bool(causal), scale, _ROUNDING[track])
-    kernels.store(_seq_first(o, q.shape[0]), target)
+    kernels.store(_seq_first(o, q), target)
     return returned
 
 
@@ -224,7 +224,7 @@ def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="n
     results = []
     for gradient, operand in zip(gradients, (q, k, v), strict=True):
         target, returned = output("attention_vjp", None, operand.shape, operand.array.dtype, framework)
-        kernels.store(_seq_first(gradient, q.shape[0]), target)
+        kernels.store(_seq_first(gradient, q), target)
         results.append(returned)
     return tuple(results)
 

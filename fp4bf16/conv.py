@@ -7,6 +7,7 @@ quantised picture is a picture's quantised values and x is quantised once, not o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +168,7 @@ def _branch(w: DualWeight) -> tuple[np.ndarray, np.ndarray]:
     """The low-rank branch as two convolutions: (rank, kh, kw, C) and 1x1 (rank, O), float32 of BF16
     values."""
     down, up = w.branch_factors()
-    return np.ascontiguousarray(down.T).reshape(-1, *w.shape[1:]), up
+    return np.ascontiguousarray(down.T).reshape(up.shape[0], *w.shape[1:]), up
 
 
 # ---- epilogue ----------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def _finish(kernels, added: dict[str, np.ndarray], activation: str | None, colum
     act = None if activation is None else kernels.ACTIVATIONS[activation]
     bias, residual = added.get("bias"), added.get("residual")
     bias = None if bias is None else bias.astype(np.float64 if exact else np.float32)
-    residual = None if residual is None else residual.reshape(-1, columns)
+    residual = None if residual is None else residual.reshape(residual.size // max(1, columns), columns)
 
     def finish(y: np.ndarray, pixels: slice) -> None:
         if bias is not None:
@@ -259,7 +260,7 @@ def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=No
         finish = _with_branch(kernels, w, xo, geo, finish)
     matrix = _matrix(kernels, weight, track, fmt, exact).reshape(geo.o, geo.k)
     flat = target if target.flags.c_contiguous else np.empty(shape, target.dtype)
-    kernels.conv_forward(values, matrix, geo, flat.reshape(-1, geo.o), rounding, finish)
+    kernels.conv_forward(values, matrix, geo, flat.reshape(geo.pixels, geo.o), rounding, finish)
     if flat is not target:
         target[...] = flat
     return returned
@@ -268,7 +269,7 @@ def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=No
 def _with_branch(kernels, w: DualWeight, x: Operand, geo, finish):
     """`finish` after the branch: FP4 products first, then bf16(bf16(x) * down) * up into the same sums."""
     down, up = _branch(w)
-    hidden = np.empty((geo.lines * geo.ow, up.shape[0]), np.float32)
+    hidden = np.empty((geo.pixels, up.shape[0]), np.float32)
     thin = geo._replace(o=up.shape[0])
     rounding = x.dtype != "bfloat16"
     kernels.conv_forward(kernels.values(x.array), down.reshape(thin.o, geo.k), thin, hidden, rounding)
@@ -316,7 +317,7 @@ def conv2d_dgrad(g, w, input_shape, *, stride=1, padding=0, track=None, format=N
     # dX = dgrad(g, twin) + dgrad(bf16(g up^T), down)
     down, up = _branch(w)
     through = np.empty((*go.shape[:3], up.shape[0]), np.float32)
-    kernels.conv_forward(values, up, _pointwise(geo, up.shape[0]), through.reshape(-1, up.shape[0]), rounding)
+    kernels.conv_forward(values, up, _pointwise(geo, up.shape[0]), through.reshape(geo.pixels, -1), rounding)
     bulk, low = np.empty(shape, np.float32), np.empty(shape, np.float32)
     kernels.conv_dgrad(values, matrix, geo, bulk, rounding)
     kernels.conv_dgrad(through, down, geo._replace(o=up.shape[0]), low, True)
@@ -352,7 +353,7 @@ def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=N
     target, returned = output("conv2d_wgrad", None, shape, _result(dtype, go, xo), framework)
     kernels, exact = backend_for(go), _exact(track, go, xo)
     values, rounding = _input(kernels, xo, track, fmt, exact)
-    gradient = kernels.values(go.array, exact).reshape(-1, geo.o)
+    gradient = kernels.values(go.array, exact).reshape(geo.pixels, geo.o)
     if exact:
         values, gradient = values.astype(np.float64, copy=False), gradient.astype(np.float64, copy=False)
     dw = kernels.conv_wgrad(gradient, values, geo, rounding, track != "reference" and go.dtype != "bfloat16")
@@ -390,7 +391,7 @@ def _dbias(g: Any, track: str) -> Any:
     exact = track == "reference"
     rows = kernels.values(go.array, exact) if exact else kernels.rounded(go.array)
     target, returned = output("conv2d_vjp", None, go.shape[-1:], go.array.dtype, go.framework)
-    kernels.store(kernels.column_sums(rows.reshape(-1, rows.shape[-1])), target)
+    kernels.store(kernels.column_sums(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])), target)
     return returned
 
 

@@ -68,7 +68,7 @@ def smooth(q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nda
 def outlier_channels(q: np.ndarray, k: np.ndarray, count: int) -> np.ndarray:
     """Mask (batch, heads, 1, dim) of the `count` channels of largest max|q| * max|k|, the lower one on
     ties."""
-    weight = np.abs(q).max(2) * np.abs(k).max(2)
+    weight = np.abs(q).max(2, initial=0) * np.abs(k).max(2)
     rank = np.argsort(np.argsort(-weight, axis=-1, kind="stable"), axis=-1, kind="stable")
     return (rank < count)[:, :, None]
 

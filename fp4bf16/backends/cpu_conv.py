@@ -57,6 +57,10 @@ class Geometry(NamedTuple):
         return self.n * self.oh
 
     @property
+    def pixels(self) -> int:
+        return self.n * self.oh * self.ow
+
+    @property
     def pointwise(self) -> bool:
         """A patch is one pixel, and the patches are the pixels in order."""
         return (self.kh == self.kw == self.stride == 1 and self.top == self.left == 0
@@ -242,8 +246,8 @@ class _Patches:
 
     def __init__(self, x: np.ndarray, geo: Geometry, rounding: bool):
         self.x, self.geo, self.rounding, self.dtype = bits(x), geo, rounding, x.dtype
-        self.most = max(1, _BLOCK_BYTES // (geo.ow * geo.k * x.itemsize))  # lines a block
-        self.direct = x.reshape(-1, geo.c) if geo.pointwise and not rounding else None
+        self.most = max(1, _BLOCK_BYTES // max(1, geo.ow * geo.k * x.itemsize))  # lines a block
+        self.direct = x.reshape(geo.pixels, geo.c) if geo.pointwise and not rounding else None
         self.kind = self.x.dtype
 
     def lines(self, first: int, last: int) -> np.ndarray:
@@ -325,16 +329,15 @@ def _rows(g: np.ndarray, first: int, last: int, rounding: bool) -> np.ndarray:
 
 
 def conv_dgrad(g: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, round_g: bool) -> None:
-    """out (n, h, w, c) = gradient in x of the convolution `geo`, from g (n, oh, ow, o) and w (o, kh, kw,
-    c)."""
+    """out (n, h, w, c) = gradient in x of the convolution `geo`; g (n, oh, ow, o), w (o, kh, kw, c)."""
     if geo.stride == 1:
-        flipped = np.ascontiguousarray(w[:, ::-1, ::-1].transpose(3, 1, 2, 0)).reshape(geo.c, -1)
+        flipped = np.ascontiguousarray(w[:, ::-1, ::-1].transpose(3, 1, 2, 0))
         back = Geometry(geo.n, geo.oh, geo.ow, geo.o, geo.c, geo.kh, geo.kw, 1,
                         geo.kh - 1 - geo.top, geo.kw - 1 - geo.left, geo.h, geo.w)  # fmt: skip
-        conv_forward(g, flipped, back, out.reshape(-1, geo.c), round_g)
+        conv_forward(g, flipped.reshape(geo.c, back.k), back, out.reshape(back.pixels, geo.c), round_g)
         return
     direct = out if out.dtype == g.dtype else np.empty(out.shape, g.dtype)
-    flat, rows, matrix = direct.reshape(-1), g.reshape(-1, geo.o), w.reshape(geo.o, geo.k)
+    flat, rows, matrix = direct.reshape(-1), g.reshape(geo.pixels, geo.o), w.reshape(geo.o, geo.k)
     each = geo.oh * geo.ow  # pixels a picture
     most = max(1, _BLOCK_BYTES // max(1, each * geo.k * g.itemsize))
     size = ((geo.oh - 1) * geo.stride + geo.kh) * ((geo.ow - 1) * geo.stride + geo.kw) * geo.c
