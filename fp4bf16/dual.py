@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from .certify import WeightNorms, dual_norms, weight_norms
 from .errors import NonFiniteError, ShapeError
 from .formats import Format, QuantizedArray, get_format
 from .interop import BFLOAT16, float_operand, unwrap
+from .quantize import dequantize, quantize
 
 _RANDOMISED_ABOVE = 1024  # longest side for which the whole SVD is computed
 _OVERSAMPLING, _POWER_STEPS = 16, 3
@@ -45,20 +47,25 @@ class DualWeight:
     a BF16 branch of rank `rank` for the directions that carry most of the weight. Outlier rows of W (columns of x)
     are left out of both and multiplied in BF16.
 
+    A convolution's weight (O, kh, kw, C) is taken as the matrix (K, N) = (kh kw C, O) of the product with patches;
+    its twin keeps the four axes, blocked along C, one outer scale an output channel.
+
     Args:
-        w: (K, N), float array of NumPy or PyTorch. A bfloat16 array *is* the master, not copied: change it in place
-            (an optimizer step) and call `refresh`. Other dtypes are rounded into a master of its own.
+        w: (K, N) or (O, kh, kw, C), float array of NumPy or PyTorch. A bfloat16 array *is* the master, not copied:
+            change it in place (an optimizer step) and call `refresh`. Others are rounded into a master of its own.
         rank: columns of `down`; 0 for no branch; at most min(K, N), larger is cut to that.
         format: FP4 format of the twin and of x in the product.
         outliers: how many rows of W stay in BF16, those of the largest norm, or their indices (columns of x that
-            are known to hold outliers).
+            are known to hold outliers). Not for convolutions.
 
     Attributes:
-        master: bfloat16 (K, N). twin: `QuantizedArray` of the residual, blocked along K. down: bfloat16 (K, rank).
+        master: bfloat16, of w's shape. twin: `QuantizedArray` of the residual, of w's shape, blocked along K (C).
+        down: bfloat16 (K, rank).
         up: bfloat16 (rank, N). outlier_index: int64 (outliers,). Arrays are of the caller's framework.
 
     Raises:
-        ShapeError: `w` has not two axes, or an outlier index lies outside K. NonFiniteError: `w` holds NaN or Inf.
+        ShapeError: `w` has neither two nor four axes, or an outlier index lies outside K. NonFiniteError: `w` holds
+            NaN or Inf.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> w = fb.DualWeight(np.random.default_rng(0).standard_normal((64, 32)), rank=4)
@@ -71,13 +78,14 @@ class DualWeight:
     def __init__(self, w: Any, rank: int = 32, format: str | Format = "nvfp4_exact",
                  outliers: int | Sequence[int] = 0):  # fmt: skip
         operand = float_operand(w, "w")
-        if operand.array.ndim != 2:
-            raise ShapeError(f"DualWeight: w has shape {operand.shape}, but two axes (K, N) are needed; "
-                             f"reshape it to a matrix")  # fmt: skip
+        if operand.array.ndim not in (2, 4):
+            raise ShapeError(f"DualWeight: w has shape {operand.shape}, but two axes (K, N), or four (O, kh, kw, C), "
+                             f"are needed; reshape it to a matrix")  # fmt: skip
         if int(rank) != rank or rank < 0:
             raise ValueError(f"DualWeight: rank is {rank!r}, but a whole number of at least 0 is needed")
         self.framework, self.shape, self.format = operand.framework, operand.shape, get_format(format)
-        self.rank = min(int(rank), *self.shape)
+        self.matrix_shape = self._matrix(operand.array).shape
+        self.rank = min(int(rank), *self.matrix_shape)
         self._outliers = outliers
         if operand.array.dtype == BFLOAT16:
             self.master = w
@@ -85,10 +93,13 @@ class DualWeight:
             self.master = unwrap(operand.array.astype(BFLOAT16), self.framework)
         self.refresh()
 
+    @staticmethod
+    def _matrix(w: np.ndarray) -> np.ndarray:
+        """w as (K, N)."""
+        return w if w.ndim == 2 else w.reshape(w.shape[0], int(np.prod(w.shape[1:], dtype=np.int64))).T
+
     def refresh(self, w: Any = None) -> DualWeight:
         """Make branch and twin anew from the master, after writing `w` (K, N) into it if given; returns self."""
-        from .quantize import quantize
-
         master = float_operand(self.master, "master").array
         if w is not None:
             new = float_operand(w, "w").array
@@ -96,7 +107,7 @@ class DualWeight:
                 raise ShapeError(f"refresh: w has shape {new.shape} but the master has shape {self.shape}; "
                                  f"pass a weight of the master's shape")  # fmt: skip
             master[...] = new.astype(BFLOAT16)
-        dense = master.astype(np.float32)
+        dense = self._matrix(master).astype(np.float32)  # (K, N)
         if not np.isfinite(dense).all():
             raise NonFiniteError(f"DualWeight: {np.size(dense) - np.isfinite(dense).sum()} of the {dense.size} elements "
                                  f"of w are NaN or Inf; repair the weight first")  # fmt: skip
@@ -112,12 +123,21 @@ class DualWeight:
         self._down[self.outlier_index] = 0
         down[self.outlier_index] = 0
         self.down, self.up = unwrap(down, self.framework), unwrap(up, self.framework)
-        self.twin: QuantizedArray = quantize(unwrap(residual, self.framework), self.format, axis=0)
-        self._norms = None  # the certificate's, made when first asked for
+        if len(self.shape) == 4:
+            residual = np.ascontiguousarray(residual.T).reshape(self.shape)
+            outer = "image" if self.format.default_outer == "row" else "default"
+            twin = quantize(unwrap(residual, self.framework), self.format, axis=-1, outer=outer)
+        else:
+            twin = quantize(unwrap(residual, self.framework), self.format, axis=0)
+        self.twin: QuantizedArray = twin
+        self._norms: dict[str, WeightNorms] = {}  # the certificate's, made when first asked for
         return self
 
     def _choose_outliers(self, dense: np.ndarray) -> np.ndarray:
-        k = self.shape[0]
+        k = dense.shape[0]
+        if len(self.shape) == 4 and np.any(self._outliers):
+            raise ShapeError(f"DualWeight: outliers is {self._outliers}, but a convolution's weight {self.shape} has "
+                             f"no outlier rows; pass outliers=0 and keep such layers on the BF16 track")  # fmt: skip
         if not isinstance(self._outliers, int | np.integer):
             index = np.unique(np.asarray(self._outliers, np.int64))
             if index.size and not (0 <= index[0] and index[-1] < k):
@@ -135,13 +155,27 @@ class DualWeight:
         """float32 (K, r + outliers) and (r + outliers, N): the branch with the outlier rows as further ranks."""
         if not self.outlier_index.size:
             return self._down, self._up
-        unit = np.zeros((self.shape[0], self.outlier_index.size), np.float32)
+        unit = np.zeros((self.matrix_shape[0], self.outlier_index.size), np.float32)
         unit[self.outlier_index, np.arange(self.outlier_index.size)] = 1
         return np.hstack([self._down, unit]), np.vstack([self._up, self._outlier_rows])
 
+    def master_values(self) -> np.ndarray:
+        """The master as a float32 matrix (K, N)."""
+        return self._matrix(float_operand(self.master, "master").array).astype(np.float32)
+
+    def norms(self, track: str = "dual") -> WeightNorms:
+        """What a certificate needs of the weight on "dual" or (the twin alone) "fp4"; computed when first asked for
+        after a `refresh`."""
+        if track not in self._norms:
+            twin = self._matrix(float_operand(dequantize(self.twin), "twin").array)
+            master = self.master_values()
+            dual = track == "dual"
+            self._norms[track] = dual_norms(master, twin, *self.branch_factors()) if dual else weight_norms(master, twin)
+        return self._norms[track]
+
     @property
     def ndim(self) -> int:
-        return 2
+        return len(self.shape)
 
     @property
     def dtype(self) -> str:
@@ -150,7 +184,7 @@ class DualWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of master, twin, branch and outlier rows (which are rows of the master: not counted twice)."""
-        k, n = self.shape
+        k, n = self.matrix_shape
         return 2 * k * n + self.twin.nbytes + 2 * self.rank * (k + n)
 
     def __repr__(self) -> str:

@@ -5,13 +5,15 @@ Left operands are blocked along their last axis, right ones along their second l
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from .dispatch import backend_for, check_stream
 from .dual import DualWeight
-from .errors import ShapeError, nearest
+from .epilogue import Epilogue, certified_product, with_branch
+from .errors import nearest
 from .formats import Format
 from .gemm_vjp import branch_vjp, linear_vjp, matmul_vjp
 from .interop import output
@@ -36,43 +38,6 @@ from .operands import (
 __all__ = ["DualWeight", "branch_vjp", "linear", "linear_vjp", "matmul", "matmul_vjp"]
 
 
-# ---- epilogue ------------------------------------------------------------------------------------------------------
-
-
-class _Epilogue:
-    """activation(y + bias) + residual on panels of float32 (float64 on the reference track) accumulators."""
-
-    def __init__(self, op, bias, activation, residual, shape, exact, kernels):
-        self.args = [as_arg(x, name) for x, name in ((bias, "bias"), (residual, "residual")) if x is not None]
-        self.activation = self.bias = self.residual = None
-        columns = shape[-1] if shape else 1
-        if activation is not None:
-            if activation not in kernels.ACTIVATIONS:
-                raise ValueError(f"{op}: activation: {activation!r} is not an activation"
-                                 f"{nearest(activation, kernels.ACTIVATIONS)}")  # fmt: skip
-            self.activation = kernels.ACTIVATIONS[activation]
-        for arg in self.args:
-            want = (columns,) if arg.name == "bias" else shape
-            if arg.array is None or arg.shape != want:
-                raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
-                                 f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} the result; "
-                                 f"broadcast it to that shape first")  # fmt: skip
-            flat = arg.array.reshape(-1, columns) if columns else arg.array.reshape(0, 0)
-            if arg.name == "bias":
-                self.bias = flat[0].astype(np.float64 if exact else np.float32)
-            else:
-                self.residual = flat
-        self.empty = not self.args and activation is None
-
-    def __call__(self, y: np.ndarray, rows: slice, columns: slice) -> None:
-        if self.bias is not None:
-            y += self.bias[columns]
-        if self.activation is not None:
-            self.activation(y)
-        if self.residual is not None:
-            y += self.residual[rows, columns]
-
-
 # ---- the product ---------------------------------------------------------------------------------------------------
 
 
@@ -94,11 +59,12 @@ def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify,
     fmt = choose_format(format, a, b)
     shape, lead = shapes(op, a, b)
     inputs = memory_of(a, b)
-    b, dual = part_of_dual(b, track)
+    weight = b.value
+    b = part_of_dual(b, track)
     check_axis(op, a, False, track)
     check_axis(op, b, True, track)
     kernels = backend_for(a, b)
-    epilogue = _Epilogue(op, bias, activation, residual, shape, track == "reference", kernels)
+    epilogue = Epilogue(op, bias, activation, residual, shape, track == "reference", kernels)
     framework = check_frameworks(op, [a, b, *epilogue.args])
     array, result = output(op, out, shape, result_dtype, framework, (*inputs, *memory_of(*epilogue.args)))
     # 1-D operands are a row or a column: their axis is put in here and is not in `shape`
@@ -106,18 +72,20 @@ def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify,
     target = array.reshape(full)
     if target.ndim > 2 and not target.flags.c_contiguous:  # its rows cannot be flattened without a copy
         target = np.empty(full, result_dtype)
-    finish = None if epilogue.empty else epilogue
-    if dual is not None:
-        a, hidden, up = branch(kernels, a, dual)
-
-        def finish(y, rows, columns):  # FP4 products first, the branch into the same accumulators
-            y += hidden[rows] @ up[:, columns]
-            epilogue(y, rows, columns)
-
-    _compute(kernels, a, b, track, fmt, target, lead, finish)
-    if not np.may_share_memory(target, array):
+    if certify:
+        rows = target.reshape(math.prod(full[:-1]), full[-1])
+        certificate = certified_product(op, kernels, a, b, weight, track, fmt, rows, epilogue, certify)
+    else:
+        finish = None if epilogue.empty else epilogue
+        if track == "dual":
+            a, hidden, up = branch(kernels, a, weight)
+            finish = with_branch(hidden, up, epilogue)
+        _compute(kernels, a, b, track, fmt, target, lead, finish)
+    if target.base is not array and target is not array and not np.may_share_memory(target, array):
         array.reshape(full)[...] = target
-    return result
+    if out is None and framework == "numpy" and not shape:
+        result = result[()]  # a number, as np.matmul of two vectors gives
+    return (result, certificate) if certify else result
 
 
 def matmul(
@@ -128,7 +96,7 @@ def matmul(
     bias: Any = None,
     activation: str | None = None,
     residual: Any = None,
-    certify: bool = False,
+    certify: bool | str = False,
     out: Any = None,
     stream: Any = None,
     dtype: Any = None,
@@ -145,7 +113,9 @@ def matmul(
             "dual" for a DualWeight, "fp4" where an operand is a QuantizedArray, else "bf16".
         bias: (N,), added first. activation: "silu" or "gelu" (exact, by erf). residual: shape of the result, added
             last. All in FP32 on the accumulators.
-        certify: also return a `Certificate` of the distance to the BF16 track; b must have two axes at most.
+        certify: True: also return a `Certificate` of the distance to the BF16 track; b must have two axes at most.
+            "bound": the same without the randomised estimate. Norms of a prepared weight are kept; those of a plain b
+            cost several products in FP64 every time.
         out: array for the result, sharing no memory with an input. dtype: dtype of the result; default: that of the
             plain operands (float32 if both are quantised, or for a mixture; float64 for a mixture with float64).
         stream: must be None for host arrays. format: FP4 format of operands quantised on the fly; default: that of

@@ -63,7 +63,8 @@ class _Backward:
         quantized = self.track in ("fp4", "dual")
         self.track_a = "bf16" if quantized and save == "bf16" else self.track
         self.track_b = "bf16" if quantized and backward == "master" else self.track
-        self.used_b, self.dual = part_of_dual(b, self.track_b)
+        self.used_b = part_of_dual(b, self.track_b)
+        self.dual = b.value if self.track_b == "dual" else None
         if self.track_b == "bf16" and self.track != "bf16" and isinstance(b.value, QuantizedArray):
             raise TypeError(f"{op}: backward is 'master' but {b.name} is a QuantizedArray, which has none; "
                             f"pass the BF16 weight or a DualWeight")  # fmt: skip

@@ -14,7 +14,6 @@ from .formats import Format, QuantizedArray, get_format
 from .interop import FLOATS, float_operand, np_dtype, wrap
 from .tracks import resolve_track
 
-
 # ---- operands ------------------------------------------------------------------------------------------------------
 
 
@@ -180,13 +179,12 @@ def memory_of(*args: Arg) -> list[np.ndarray]:
     return found
 
 
-def part_of_dual(b: Arg, track: str) -> tuple[Arg, DualWeight | None]:
-    """A DualWeight as what `track` multiplies: the master or the twin, and itself where its branch takes part."""
+def part_of_dual(b: Arg, track: str) -> Arg:
+    """A DualWeight as what `track` multiplies: the master or the twin; any other operand as it is."""
     w = b.value
     if not isinstance(w, DualWeight):
-        return b, None
-    part = as_arg(w.master if track in ("bf16", "reference") else w.twin, b.name)
-    return part, w if track == "dual" else None
+        return b
+    return as_arg(w.master if track in ("bf16", "reference") else w.twin, b.name)
 
 
 def branch(kernels, a: Arg, w: DualWeight) -> tuple[Arg, np.ndarray, np.ndarray]:

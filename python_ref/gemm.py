@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import math
 
-import ml_dtypes
 import numpy as np
 
+from .formats import round_bf16
 from .quantize import dequantize, quantize
 
 _erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
-def round_bf16(x):
-    """`x` rounded to bfloat16 and widened again to float32, any shape."""
-    return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float32)
-
-
 def fake_quantize(x, fmt="nvfp4_exact", axis=-1, search="full"):
     """dequantize(quantize(x)) along `axis`, float32: what the FP4 track multiplies."""
-    moved = np.moveaxis(np.asarray(x, np.float32), axis, -1)
-    return np.moveaxis(dequantize(quantize(moved, fmt, search=search)), -1, axis)
+    return dequantize(quantize(x, fmt, axis, search=search))
 
 
 def operands(a, b, track="bf16", fmt="nvfp4_exact"):
@@ -131,12 +125,12 @@ def linear_vjp(g, x, weight, **kwargs):
 def dual_matmul_vjp(g, a, down, up, twin, fmt="nvfp4_exact", save="fp4", accumulate=np.float32):
     """Gradients (da, dw, ddown, dup) of dual_matmul for `g` (M, N) and `a` (M, K).
 
-    da = g twin^T + (g up^T) down^T. dw, the gradient of the master, is X^T g; X is the decoded FP4 input that the
+    da = g twin^T + bf16(g up^T) down^T. dw, the gradient of the master, is X^T g; X is the decoded FP4 input that the
     forward pass keeps, or the BF16 input with ``save="bf16"``. T = bf16(bf16(a) down) is kept in BF16.
     """
     g = round_bf16(g).astype(accumulate)
     down, up, twin = (m.astype(accumulate) for m in (down, up, twin))
     hidden = round_bf16(round_bf16(a).astype(accumulate) @ down).astype(accumulate)
     kept = (round_bf16(a) if save == "bf16" else fake_quantize(a, fmt, -1, search="fast")).astype(accumulate)
-    through = g @ up.T  # (M, r)
+    through = round_bf16(g @ up.T).astype(accumulate)  # (M, r), the left operand of a BF16 product itself
     return g @ twin.T + through @ down.T, kept.T @ g, kept.T @ through, hidden.T @ g

@@ -19,7 +19,7 @@ FLOORS = [
     {"backends", "tune"},
     {"dispatch"},
     {"quantize", "certify", "compare", "io"},
-    {"dual", "operands", "gemm", "gemm_vjp", "conv", "attention"},
+    {"dual", "operands", "epilogue", "gemm", "gemm_vjp", "conv", "attention"},
     {"nn", "frameworks", "testing"},
     {"routing", "consistency", "diffusion"},
     {"align"},

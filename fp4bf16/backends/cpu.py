@@ -20,7 +20,10 @@ _HOME = {
         "cpu_quantize",
     ),
     **dict.fromkeys(
-        ("ACTIVATIONS", "batched", "dense", "fake_quantized_matrix", "plain_matrix", "product", "quantized_matrix"),
+        (
+            "ACTIVATIONS", "batched", "dense", "fake_quantized_matrix", "plain_matrix", "product", "quantized_matrix",
+            "store_rows",
+        ),
         "cpu_gemm",
     ),
 }

@@ -19,9 +19,9 @@ from numba import njit
 from ..formats import Format, QuantizedArray
 from ..interop import BFLOAT16, wrap
 from . import cpu_quantize as quantizer
-from .threads import parallel_chunks
+from .threads import parallel_chunks, run_inline
 
-_PANEL_BYTES = 1 << 20  # of one panel: half of a usual second-level cache
+_PANEL_BYTES = 2 << 20  # of one panel: half of a usual second-level cache
 _PANEL_ROWS = 128  # but never fewer rows: sgemm packs the other operand anew for every panel
 _CHUNK_FLOPS = 6_000_000  # least work worth waking a thread for (about 0.07 ms)
 _CHUNK_ELEMENTS = 1 << 16  # the same for conversions
@@ -62,7 +62,7 @@ def _gelu(x):
 
 def _silu(x: np.ndarray) -> None:
     """x / (1 + exp(-x)) in place; exp overflows to inf and the quotient to -0, as it should."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         t = np.exp(-x)
         t += 1
         x /= t
@@ -72,7 +72,7 @@ def _silu(x: np.ndarray) -> None:
 ACTIVATIONS: dict[str, Callable[[np.ndarray], None]] = {"silu": _silu, "gelu": _gelu}
 
 
-def store(y: np.ndarray, out: np.ndarray) -> None:
+def store_rows(y: np.ndarray, out: np.ndarray) -> None:
     """out[...] = y, both (rows, columns), rounded once to out's dtype."""
     if out.dtype == BFLOAT16 and y.dtype == np.float32:
         _narrow(y.view(np.uint32), out.view(np.uint16))
@@ -213,19 +213,27 @@ def fake_quantized_matrix(x: np.ndarray, fmt: Format, search: str, right: bool) 
 
 def _parts(q: QuantizedArray):
     """packed (rows, bytes), block_scale (rows, blocks) or None, outer float32 (rows,) or None, as NumPy arrays."""
-    packed, scale, outer = (None if p is None else wrap(p, "operand").array
-                            for p in (q.packed, q.block_scale, q.outer_scale))  # fmt: skip
-    rows = q.rows
+    packed, scale, outer = (
+        p if p is None or type(p) is np.ndarray else wrap(p, "operand").array
+        for p in (q.packed, q.block_scale, q.outer_scale)
+    )
+    lead = packed.shape[:-1]
+    rows = math.prod(lead)
     if outer is not None:
-        outer = np.ascontiguousarray(np.broadcast_to(outer, (*q.lead, 1)).reshape(rows), np.float32)
-    flat = [None if p is None else np.ascontiguousarray(p.reshape(rows, p.shape[-1])) for p in (packed, scale)]
-    return (*flat, outer)
+        if outer.shape != (*lead, 1):
+            outer = np.broadcast_to(outer, (*lead, 1))
+        outer = np.ascontiguousarray(outer.reshape(rows), np.float32)
+    if len(lead) != 1:
+        packed, scale = (None if p is None else p.reshape(rows, p.shape[-1]) for p in (packed, scale))
+    return packed, scale, outer
 
 
 def quantized_matrix(q: QuantizedArray, rounding: bool = False) -> Matrix:
     """A quantised array in which the blocked axis is the last (rows flattened) or, of two, the first."""
-    rows = Codes(*_parts(q), q.format, (q.rows, q.k), rounding)
-    return Matrix(rows, transposed=q.ndim > 1 and q.axis == 0)
+    packed, scale, outer = _parts(q)
+    axis = q.axis
+    rows = Codes(packed, scale, outer, q.format, (packed.shape[0], q.shape[axis]), rounding)
+    return Matrix(rows, transposed=axis == 0 and q.ndim > 1)
 
 
 def dense(q: QuantizedArray, rounding: bool = False) -> np.ndarray:
@@ -242,6 +250,14 @@ def product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None = None)
     (m, k), n = a.shape, b.shape[1]
     if m == 0 or n == 0:
         return
+    if 2 * m * k * n <= _CHUNK_FLOPS and k * min(m, n) <= _CHUNK_ELEMENTS:
+        run_inline(lambda: _product(a, b, out, finish))
+    else:
+        _product(a, b, out, finish)
+
+
+def _product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None) -> None:
+    (m, k), n = a.shape, b.shape[1]
     by_rows = m >= n  # the longer side is cut into threads and panels, the other operand is made whole
     length, other = max(m, n), min(m, n)
     cut, kept = (a, b) if by_rows else (b, a)
@@ -275,7 +291,7 @@ def _multiply(left, right, target, accumulator, finish, rows, columns) -> None:
     if finish is not None:
         finish(y, rows, columns)
     if not direct:
-        store(y, target)
+        store_rows(y, target)
 
 
 def batched(a: np.ndarray, b: np.ndarray, out: np.ndarray, finish: Finish | None = None) -> None:

@@ -169,3 +169,19 @@ def parallel_chunks(n: int, fn: Callable[[int, int], None], min_rows: int = 1) -
         group.done.wait()
         if group.error is not None:
             raise group.error
+
+
+def run_inline(fn: Callable[[], None]) -> None:
+    """Call ``fn()`` on this thread with BLAS held to one; `parallel_chunks` inside it runs inline.
+
+    For work too small to share: it takes the locks and BLAS's thread count once, not for every step.
+    """
+    if getattr(_local, "inside", False):
+        fn()
+        return
+    with _lock, blas_limit(1):
+        _local.inside = True
+        try:
+            fn()
+        finally:
+            _local.inside = False

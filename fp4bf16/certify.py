@@ -1,0 +1,327 @@
+"""Certificates: how far the FP4 or dual result of a product can lie from the BF16 one.
+
+Three numbers, from strongest claim to sharpest: a proven bound from norms (the quantiser's own sums of squares and
+upper bounds of singular values), what FP32 sums may add to it, and a randomised estimate that holds with a stated
+confidence. The formulas are `python_ref.certify`'s, where they are derived. Gemm and convolution share this module:
+a convolution passes its weight as (Cout, kh kw Cin) and ``factor=conv_factor(kernel, stride)``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .formats import QuantizedArray, QuantStats
+from .python_ref import certify as formulas
+from .python_ref.certify import LIPSCHITZ, SUBNORMAL_STEP, conv_factor, sketch_factor, spectral_norm_upper
+
+__all__ = [
+    "ActivationNorms", "Certificate", "WeightNorms", "activation_norms", "added_norms", "certificate", "conv_factor",
+    "quantized_weight_norms", "sketch", "sketch_factor", "spectral_norm_upper", "weight_norms",
+]  # fmt: skip
+
+#: FP32 rounding of the epilogue (bias, activation by exp or erfc, residual) relative to what goes in, with room.
+_EPILOGUE = 2.0**-20
+_FLOAT32_RANGE = 2.0**127
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How far a result can lie from the BF16 track's result of the same call, in the Frobenius norm.
+
+    ``|y - y_bf16|_F <= bound + accumulation`` always, and ``<= estimate + accumulation`` with probability
+    `confidence` over the sketch's own random numbers.
+
+    Attributes:
+        bound: from quantisation and the rounding of the outputs. Infinite where a block overflowed its outer scale or
+            a sum might leave the range of its dtype. With an activation it is multiplied by the largest slope:
+            1.0999 for SiLU, 1.1290 for GELU.
+        accumulation: what the FP32 sums of the two tracks can add, K 2^-22 times the norms of their factors.
+        estimate: upper limit from a Gaussian sketch of the products; None with ``certify="bound"``.
+        confidence: of `estimate`, 0.999 unless asked otherwise; None without one.
+        relative: `limit` before the activation's slope, over the norm of x @ w as computed.
+        reference: what the BF16 track multiplies: "master" (the BF16 weight) or "original" (the weight that a
+            `QuantizedArray` was made from, known by its recorded error alone), or "quantized" where no error was
+            recorded and the decoded weight stands for itself.
+        terms: the norms that went in.
+        rows: float64 (M,), `bound` for each row of the result; None for a convolution.
+
+    >>> import numpy as np, fp4bf16 as fb
+    >>> x = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
+    >>> y, cert = fb.matmul(x, x.T, track="fp4", certify=True)
+    >>> bool(np.linalg.norm(y - fb.matmul(x, x.T)) <= cert.bound + cert.accumulation), cert.ok(0.5)
+    (True, True)
+    """
+
+    bound: float
+    accumulation: float
+    estimate: float | None = None
+    confidence: float | None = None
+    relative: float = 0.0
+    reference: str = "master"
+    terms: dict[str, float] = field(default_factory=dict, repr=False)
+    rows: np.ndarray | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def limit(self) -> float:
+        """The smallest distance that is claimed: the lesser of `bound` and `estimate`, plus `accumulation`."""
+        best = self.bound if self.estimate is None else min(self.bound, self.estimate)
+        return best + self.accumulation
+
+    def ok(self, threshold: float) -> bool:
+        """Whether the claimed distance is at most `threshold` times the norm of the result, e.g. 0.1."""
+        return self.relative <= threshold
+
+    def __repr__(self) -> str:
+        estimate = "" if self.estimate is None else f", estimate {self.estimate:.4g} at {self.confidence:.4%}"
+        return (
+            f"Certificate(bound {self.bound:.4g}, accumulation {self.accumulation:.2g}{estimate}, "
+            f"relative {self.relative:.3g} against the {self.reference} weight)"
+        )
+
+
+# ---- norms of the operands ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ActivationNorms:
+    """Frobenius norms of the activations, upper bounds: of bf16(x), of what is multiplied, of the difference.
+
+    Each is float64 (rows,); the norm of the tensor is the root of their squares' sum. `overflow` counts blocks beyond
+    their outer scale.
+    """
+
+    rows: np.ndarray
+    rows_used: np.ndarray
+    rows_error: np.ndarray
+    overflow: int = 0
+
+    @property
+    def norm(self) -> float:
+        return float(np.linalg.norm(self.rows))
+
+    @property
+    def used(self) -> float:
+        return float(np.linalg.norm(self.rows_used))
+
+    @property
+    def error(self) -> float:
+        return float(np.linalg.norm(self.rows_error))
+
+
+def activation_norms(stats: QuantStats, k: int, exact: bool | None = None) -> ActivationNorms:
+    """Norms from the quantiser's sums; `k` elements a row.
+
+    The BF16 track rounds x to bfloat16 first, which adds 2^-8 of the norm to the error unless x is bfloat16 already
+    (`exact`; by default known from ``stats.source_dtype``).
+    """
+    rows, used, error = (np.sqrt(s) for s in (stats.row_norm_sq, stats.row_quantized_norm_sq, stats.row_error_sq))
+    if not (stats.source_dtype == "bfloat16" if exact is None else exact):
+        rounding = formulas.bf16_rounding(rows, k)
+        rows, error = rows + rounding, error + rounding
+    return ActivationNorms(rows, used, error, stats.overflow)
+
+
+def plain_norms(x: np.ndarray, rounded: bool) -> ActivationNorms:
+    """Norms of unquantised rows (M, K): multiplied as they are (`rounded` to bfloat16 on both tracks, or not)."""
+    rows = np.sqrt(np.einsum("mk,mk->m", x, x, dtype=np.float64))
+    error = np.zeros_like(rows) if rounded else formulas.bf16_rounding(rows, x.shape[1])
+    return ActivationNorms(rows + error, rows, error)
+
+
+@dataclass(frozen=True)
+class WeightNorms:
+    """Of a weight W and of W', what is multiplied in its place: Frobenius norms, and *upper* bounds of the largest
+    singular values of W, W' and W - W'. For a dual weight W' is the twin, `sigma_error` belongs to W - D U - W', and
+    the branch's norms are those of D and U."""
+
+    norm: float
+    used: float
+    sigma: float
+    sigma_used: float
+    sigma_error: float
+    reference: str = "master"
+    overflow: int = 0
+    down: float = 0.0
+    up: float = 0.0
+    sigma_up: float = 0.0
+
+
+def weight_norms(w: np.ndarray, used: np.ndarray, branch: np.ndarray | None = None) -> WeightNorms:
+    """Norms of a weight `w` (any two axes) with bfloat16 values and of `used`, multiplied in its place.
+
+    `branch` (the product D U) is part of what is multiplied on the dual track.
+    """
+    w, used = np.asarray(w, np.float64), np.asarray(used, np.float64)
+    error = w - used if branch is None else w - used - branch
+    sigmas = (spectral_norm_upper(m) for m in (w, used, error))
+    return WeightNorms(float(np.linalg.norm(w)), float(np.linalg.norm(used)), *sigmas)
+
+
+_known: dict[int, tuple[weakref.ref, Any]] = {}
+
+
+def _once(owner: Any, make: Callable[[], Any]) -> Any:
+    """make(), kept as long as `owner` lives."""
+    key = id(owner)
+    found = _known.get(key)
+    if found is None or found[0]() is not owner:
+        found = _known[key] = (weakref.ref(owner, lambda _: _known.pop(key, None)), make())
+    return found[1]
+
+
+def quantized_weight_norms(q: QuantizedArray, decode: Callable[[], np.ndarray]) -> WeightNorms:
+    """Norms of a prepared weight; `decode` gives its values as two axes. Computed once for each quantisation.
+
+    The weight it was made from is known by the recorded norm of its error alone, and |dW|_F >= sigma(dW). Without
+    stats (a loaded container) the decoded weight stands for the original.
+    """
+    return _once(q.stats if q.stats is not None else q.packed, lambda: _quantized_weight_norms(q, decode()))
+
+
+def _quantized_weight_norms(q: QuantizedArray, used: np.ndarray) -> WeightNorms:
+    sigma, norm = spectral_norm_upper(used), float(np.linalg.norm(np.asarray(used, np.float64)))
+    if q.stats is None:
+        return WeightNorms(norm, norm, sigma, sigma, 0.0, "quantized")
+    # The BF16 track multiplies the original rounded to bfloat16
+    rows = activation_norms(q.stats, q.k)
+    return WeightNorms(rows.norm, norm, sigma + rows.error, sigma, rows.error, "original", q.stats.overflow)
+
+
+# ---- the certificate -----------------------------------------------------------------------------------------------
+def added_norms(rows: int, bias: np.ndarray | None, residual: np.ndarray | None) -> np.ndarray:
+    """|bias| + |residual row| of each of the `rows` rows, float64: their sum's rounding belongs to the bound."""
+    added = np.zeros(rows)
+    if bias is not None:
+        added += np.linalg.norm(bias.astype(np.float64))
+    if residual is not None:
+        added += np.linalg.norm(residual.reshape(rows, -1).astype(np.float64), axis=1)
+    return added
+
+
+def certificate(
+    x: ActivationNorms,
+    w: WeightNorms,
+    *,
+    k: int,
+    columns: int,
+    outputs: int | None = None,
+    dtype: str = "float32",
+    activation: str | None = None,
+    added: np.ndarray | float = 0.0,
+    epilogue: bool = False,
+    factor: float = 1.0,
+    hidden: np.ndarray | None = None,
+    hidden_error: float = 0.0,
+    product_norm: float = 0.0,
+    estimate: float | None = None,
+    confidence: float | None = None,
+) -> Certificate:
+    """The certificate of a product of rows with norms `x` and a weight with norms `w`.
+
+    Args:
+        k: length of the sums. columns: of the result. outputs: elements of the result, default rows times columns.
+        dtype: the result's. activation, epilogue: whether anything follows the product, and which activation.
+        added: norms of bias and residual, a row each (`added_norms`). factor: `conv_factor`, 1 for a product.
+        hidden: norms (rows,) of T = bf16(x D) on the dual track. product_norm: |x @ w|_F as computed.
+        estimate: `sketch` of the products, confidence: its own.
+    """
+    norms = [factor * v for v in (x.rows, x.rows_used, x.rows_error)]
+    norm, used, error = norms
+    hidden = np.zeros_like(norm) if hidden is None else hidden
+    rows = formulas.dual_bound(norm, error, hidden, w.sigma_used, w.sigma_error, w.sigma_up)
+    outputs = norm.size * columns if outputs is None else outputs
+    bf16_rows, fp4_rows = norm * w.sigma, used * w.sigma_used + hidden * w.sigma_up
+    rounding = formulas.output_rounding(dtype, columns, bf16_rows, fp4_rows, added)
+    total = lambda r: float(np.linalg.norm(r))  # noqa: E731
+    pairs = [(total(norm), w.norm), (total(used), w.used), (total(hidden), w.up), (total(norm) * w.sigma_up, w.down)]
+    accumulation = formulas.accumulation_bound(k, outputs, *pairs)
+    if epilogue or activation is not None:
+        accumulation += _EPILOGUE * total(bf16_rows + fp4_rows + 2 * added)
+    slope, exact = LIPSCHITZ[activation], total(rows)
+    if x.overflow or w.overflow or not _in_range(dtype, norm, rows, bf16_rows, added, w.norm):
+        rows = np.full_like(rows, math.inf)
+    bound = slope * total(rows) + total(rounding)
+    if not math.isfinite(bound):
+        bound = math.inf  # a NaN norm proves nothing either
+    if estimate is not None:
+        weight_part = total(norm) * w.sigma_error if w.reference == "original" else 0.0
+        linear = estimate + weight_part
+        estimate = slope * linear + total(rounding) if math.isfinite(bound) else math.inf
+    else:
+        linear = exact
+    best = (min(exact, linear) + total(rounding) + accumulation) if math.isfinite(bound) else math.inf
+    relative = best / product_norm if product_norm > 0 else (0.0 if best == 0 else math.inf)
+    terms = {
+        "x": total(norm), "x_used": total(used), "x_error": total(error), "hidden": total(hidden), "w": w.norm,
+        "w_used": w.used, "sigma_w": w.sigma, "sigma_used": w.sigma_used, "sigma_error": w.sigma_error,
+        "sigma_up": w.sigma_up, "rounding": total(rounding), "product": product_norm,
+    }  # fmt: skip
+    return Certificate(
+        bound, slope * accumulation, estimate, confidence if estimate is not None else None, relative, w.reference,
+        terms, slope * rows + rounding if factor == 1.0 else None,
+    )  # fmt: skip
+
+
+def _in_range(dtype, norm, rows, bf16_rows, added, w_norm) -> bool:
+    """Whether neither an FP32 sum nor a result can overflow: |any partial sum| <= |x row| |W|_F."""
+    if norm.size == 0:
+        return True
+    top = float(np.max(norm * w_norm + rows + added))
+    largest = float(np.max(bf16_rows + rows + added))
+    return top < _FLOAT32_RANGE and (dtype != "float16" or largest < 65504)
+
+
+def same(dtype: str = "float32") -> Certificate:
+    """The certificate of a call that ran on the BF16 track itself: no distance."""
+    return Certificate(0.0, 0.0, 0.0, 1.0)
+
+
+# ---- the sketch ------------------------------------------------------------------------------------------------------
+_calls = itertools.count()
+
+
+def gaussian(n: int, columns: int, call: int | None = None, step: int = 0, seed: int = 0) -> np.ndarray:
+    """(n, columns) standard normals, float64, from counter-based Philox: a function of (seed, step, call) alone.
+
+    Without `call` each use takes the next number of this process, so that no two certificates share a sketch.
+    """
+    call = next(_calls) if call is None else call
+    generator = np.random.Philox(key=seed, counter=[0, 0, call, step])
+    return np.random.Generator(generator).standard_normal((n, columns))
+
+
+def sketch(
+    x: np.ndarray,
+    w: np.ndarray,
+    y: np.ndarray,
+    columns: int = 16,
+    delta: float = 1e-3,
+    call: int | None = None,
+    step: int = 0,
+) -> float:
+    """A limit that |x @ w - y|_F exceeds with probability `delta` at most; x (M, K), w (K, N), y (M, N).
+
+    |x (w G) - y G|_F^2 / columns estimates the square without bias (Gaussian Freivalds, arXiv:1705.10449); the limit
+    is its root times sqrt(columns / chi-square_{columns, delta}), 2.015 at 16 and 1e-3, which is sharp where the
+    difference has rank one. Costs 2 columns (MK + KN + MN) operations, in float64.
+    """
+    g = gaussian(y.shape[1], columns, call, step)
+    d = np.asarray(x, np.float64) @ (np.asarray(w, np.float64) @ g) - np.asarray(y, np.float64) @ g
+    return float(np.linalg.norm(d)) * sketch_factor(columns, delta) / math.sqrt(columns)
+
+
+def dual_norms(w: np.ndarray, twin: np.ndarray, down: np.ndarray, up: np.ndarray) -> WeightNorms:
+    """Norms of a dual weight: master `w` (K, N), decoded `twin` (K, N), branch (K, r), (r, N)."""
+    norms = weight_norms(w, twin, down.astype(np.float64) @ up)
+    return replace(norms, down=float(np.linalg.norm(down)), up=float(np.linalg.norm(up)),
+                   sigma_up=spectral_norm_upper(up))  # fmt: skip
+
+
+def subnormal_room(dtype: str, outputs: int) -> float:
+    """Two roundings of `outputs` numbers under the normal range of `dtype`."""
+    return 2 * SUBNORMAL_STEP[dtype] * math.sqrt(outputs)

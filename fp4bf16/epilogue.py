@@ -1,0 +1,139 @@
+"""What follows a product, and the certified form of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from . import certify as certificates
+from .certify import ActivationNorms, Certificate, WeightNorms
+from .dual import DualWeight
+from .errors import ShapeError, nearest
+from .formats import Format, QuantizedArray
+from .operands import Arg, as_arg, branch, left_matrix, right_matrix
+from .quantize import quantize
+
+# ---- epilogue ------------------------------------------------------------------------------------------------------
+
+
+class Epilogue:
+    """activation(y + bias) + residual on panels of float32 (float64 on the reference track) accumulators."""
+
+    def __init__(self, op, bias, activation, residual, shape, exact, kernels):
+        self.args = [as_arg(x, name) for x, name in ((bias, "bias"), (residual, "residual")) if x is not None]
+        self.activation = self.bias = self.residual = None
+        self.name = activation
+        columns = shape[-1] if shape else 1
+        if activation is not None:
+            if activation not in kernels.ACTIVATIONS:
+                raise ValueError(f"{op}: activation: {activation!r} is not an activation"
+                                 f"{nearest(activation, kernels.ACTIVATIONS)}")  # fmt: skip
+            self.activation = kernels.ACTIVATIONS[activation]
+        for arg in self.args:
+            want = (columns,) if arg.name == "bias" else shape
+            if arg.array is None or arg.shape != want:
+                raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
+                                 f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} the result; "
+                                 f"broadcast it to that shape first")  # fmt: skip
+            flat = arg.array.reshape(-1, columns) if columns else arg.array.reshape(0, 0)
+            if arg.name == "bias":
+                self.bias = flat[0].astype(np.float64 if exact else np.float32)
+            else:
+                self.residual = flat
+        self.empty = not self.args and activation is None
+
+    def __call__(self, y: np.ndarray, rows: slice, columns: slice) -> None:
+        if self.bias is not None:
+            y += self.bias[columns]
+        if self.activation is not None:
+            self.activation(y)
+        if self.residual is not None:
+            y += self.residual[rows, columns]
+
+
+def with_branch(hidden: np.ndarray, up: np.ndarray, epilogue: Callable) -> Callable:
+    """`epilogue` after the low-rank branch: FP4 products first, T @ up into the same accumulators."""
+
+    def finish(y: np.ndarray, rows: slice, columns: slice) -> None:
+        y += hidden[rows] @ up[:, columns]
+        epilogue(y, rows, columns)
+
+    return finish
+
+
+# ---- certified -------------------------------------------------------------------------------------------------------
+
+
+def _activation(kernels, a: Arg, track: str, fmt: Format, k: int) -> tuple[Arg, ActivationNorms]:
+    """(what is multiplied, its norms): a plain operand is quantised here, for the quantiser's sums."""
+    if track == "reference":
+        x = left_matrix(kernels, a, track, fmt).whole()
+        return a, certificates.plain_norms(x, rounded=False)
+    if a.array is not None:
+        a = as_arg(quantize(a.value, fmt, search="fast"), a.name)
+    q = a.value
+    if q.stats is None:  # loaded or made by hand: the decoded operand stands for itself
+        return a, certificates.plain_norms(left_matrix(kernels, a, track, fmt).whole(), rounded=True)
+    return a, certificates.activation_norms(q.stats, k)
+
+
+def _weight(kernels, b: Arg, weight, track: str, fmt: Format) -> tuple[Arg, WeightNorms, np.ndarray]:
+    """(what is multiplied, its norms, the weight of the BF16 track as (K, N) float array)."""
+    if isinstance(weight, DualWeight):
+        return b, weight.norms(track), weight.master_values()
+    if isinstance(weight, QuantizedArray):
+        decode = lambda: right_matrix(kernels, b, track, fmt).whole()  # noqa: E731
+        return b, certificates.quantized_weight_norms(weight, decode), decode()
+    w = right_matrix(kernels, b, "bf16", fmt).whole()
+    if track != "reference":
+        b = as_arg(quantize(b.value, fmt, axis=max(-2, -len(b.shape))), b.name)
+    return b, certificates.weight_norms(w, right_matrix(kernels, b, track, fmt).whole()), w
+
+
+def certified_product(op, kernels, a: Arg, b: Arg, weight, track, fmt, out, epilogue, certify) -> Certificate:
+    """out (M, N) = the product with its epilogue, and its certificate."""
+    if certify not in (True, "bound"):
+        raise ValueError(f"{op}: certify is {certify!r}, but True, False or 'bound' is needed")
+    if len(b.shape) > 2:
+        raise ShapeError(f"{op}: {b.name} has shape {b.shape}, but a certificate is for one matrix; "
+                         f"call it for each of the leading axes")  # fmt: skip
+    everything = slice(0, out.shape[0]), slice(0, out.shape[1])
+    exact = track == "reference" and "float64" in (str(a.dtype), str(b.dtype))
+    y = np.empty(out.shape, np.float64 if exact else np.float32)
+    if track == "bf16":
+        kernels.product(left_matrix(kernels, a, track, fmt), right_matrix(kernels, b, track, fmt), y)
+        found = certificates.same()
+    else:
+        found = _linear(kernels, a, b, weight, track, fmt, y, out.dtype, epilogue, certify)
+    epilogue(y, *everything)
+    kernels.store_rows(y, out)
+    return found
+
+
+def _linear(kernels, a: Arg, b: Arg, weight, track, fmt, y, dtype, epilogue, certify) -> Certificate:
+    """y = the product alone, and the certificate of what the epilogue will make of it."""
+    k, finish, parts = a.shape[-1], None, {}
+    plain = a
+    if track == "dual":
+        a, hidden, up = branch(kernels, a, weight)
+        finish = with_branch(hidden, up, lambda *_: None)
+        parts["hidden"] = np.linalg.norm(hidden.astype(np.float64), axis=1)
+    a, x_norms = _activation(kernels, a, track, fmt, k)
+    b, w_norms, w = _weight(kernels, b, weight, track, fmt)
+    kernels.product(left_matrix(kernels, a, track, fmt), right_matrix(kernels, b, track, fmt), y, finish)
+    x = left_matrix(kernels, plain, "bf16", fmt).whole()
+    if track == "dual" and weight.outlier_index.size:  # the quantiser did not see the outlier columns
+        outliers = certificates.plain_norms(x[:, weight.outlier_index], rounded=True).rows
+        x_norms = ActivationNorms(np.hypot(x_norms.rows, outliers), x_norms.rows_used, x_norms.rows_error,
+                                  x_norms.overflow)  # fmt: skip
+    if certify is True:
+        # a quantised a is known by its decoded values; what was lost before them is bounded
+        unseen = 0.0 if plain.array is not None else x_norms.error * w_norms.sigma
+        parts |= {"estimate": certificates.sketch(x, w, y) + unseen, "confidence": 1 - 1e-3}
+    bias = None if epilogue.bias is None else epilogue.bias
+    return certificates.certificate(
+        x_norms, w_norms, k=k, columns=y.shape[1], dtype=str(dtype), activation=epilogue.name,
+        added=certificates.added_norms(y.shape[0], bias, epilogue.residual), epilogue=not epilogue.empty,
+        product_norm=float(np.linalg.norm(y.astype(np.float64))), **parts,
+    )  # fmt: skip
