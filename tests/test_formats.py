@@ -282,7 +282,7 @@ def test_search_finds_the_least_squared_error(rng):
     chosen = errors[np.searchsorted(Q.SCALE_BYTE, q.block_scale.reshape(-1)), blocks]
     slack = scales[window].max(0) / 4  # T moves each of 16 elements by s / 32 at most, on both sides
     assert (np.sqrt(chosen) <= np.sqrt(best) + slack).all() and (chosen == best).mean() > 0.9
-    assert chosen.sum() <= 1.002 * best.sum() and chosen.sum() <= 1.01 * errors.min(0).sum()
+    assert chosen.sum() <= 1.006 * best.sum() and chosen.sum() <= 1.01 * errors.min(0).sum()
 
 
 def test_published_errors(rng):
