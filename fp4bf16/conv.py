@@ -8,25 +8,39 @@ quantised picture is a picture's quantised values and x is quantised once, not o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from . import certify as certificates
+from .certify import ActivationNorms, Certificate
 from .dispatch import backend_for, check_stream
 from .dual import DualWeight
-from .errors import DTypeError, ShapeError, nearest
-from .formats import Format, QuantizedArray, get_format
-from .interop import FLOATS, Operand, common_framework, float_operand, np_dtype, output, wrap
+from .epilogue import Epilogue, with_branch
+from .errors import ShapeError
+from .formats import Format, QuantizedArray
+from .interop import output
+from .operands import (
+    Arg,
+    as_arg,
+    check_frameworks,
+    choose_format,
+    choose_track,
+    memory_of,
+    part_of_dual,
+    result_dtype_of,
+)
+from .quantize import quantize
 from .tracks import resolve_track
 
-Pads = tuple[tuple[int, int], tuple[int, int]]
+_QUANTISED = ("fp4", "dual")  # tracks on which x and the bulk of w are FP4
 
 
 # ---- what is asked for -------------------------------------------------------------------------------------
 
 
-def _pads(padding: Any) -> Pads:
+def _pads(padding: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """((top, bottom), (left, right)) of an int or of such pairs."""
     try:
         if isinstance(padding, int | np.integer):
@@ -68,171 +82,96 @@ def _geometry(x_shape, w_shape, stride, padding):
     return backend_for().Geometry(n, h, w, c, o, kh, kw, stride, top, left, oh, ow)
 
 
-@dataclass(slots=True)
-class _Weight:
-    """The weight at the door; `array` is None where it is quantised or dual."""
-
-    value: Any
-    shape: tuple[int, ...]
-    framework: str
-    array: np.ndarray | None
-    default: str
-    name: str = "w"
-
-    @property
-    def dtype(self) -> str | None:
-        return None if self.array is None else str(self.array.dtype)
-
-    @property
-    def memory(self) -> list[np.ndarray]:
-        """What a result must not overlap."""
-        q = self.value.twin if isinstance(self.value, DualWeight) else self.value
-        if self.array is not None:
-            return [self.array]
-        return [wrap(p, "w").array for p in (q.packed, q.block_scale, q.outer_scale) if p is not None]
+def _check_blocks(op: str, arg: Arg) -> None:
+    """A quantised operand is blocked along C and stored as it is seen."""
+    q = arg.value
+    if isinstance(q, QuantizedArray) and q.order != tuple(range(q.ndim)):
+        raise ShapeError(f"{op}: {arg.name} {q.shape} is blocked along axis {q.axis}, but pictures and "
+                         f"weights are blocked along C, the last axis; quantize with axis=-1")  # fmt: skip
 
 
-def _weight(w: Any) -> _Weight:
-    if isinstance(w, DualWeight):
-        if len(w.shape) != 4:
-            raise ShapeError(f"conv2d: w is a DualWeight of shape {w.shape}, but (O, kh, kw, C) is needed; "
-                             f"make it from the convolution's weight as it is")  # fmt: skip
-        return _Weight(w, w.shape, w.framework, None, "dual")
-    if not isinstance(w, QuantizedArray):
-        o = float_operand(w, "w")
-        return _Weight(w, o.shape, o.framework, o.array, "bf16")
-    if w.ndim == 4 and w.order != (0, 1, 2, 3):
-        raise ShapeError(f"conv2d: w {w.shape} is blocked along axis {w.axis}, but convolution weights "
-                         f"(O, kh, kw, C) are blocked along C; quantize with axis=-1")  # fmt: skip
-    return _Weight(w, w.shape, wrap(w.packed, "w").framework, None, "fp4")
-
-
-def _track(track: str | None, w: _Weight) -> str:
-    track = resolve_track(track, w.default)
-    if track == "dual" and not isinstance(w.value, DualWeight):
-        kind = "a plain array" if w.array is not None else "a QuantizedArray"
-        raise TypeError(f"conv2d: track is 'dual' but w is {kind}, which has no BF16 branch; make it a "
-                        f"fp4bf16.DualWeight or choose track='fp4' or 'bf16'")  # fmt: skip
-    return track
-
-
-def _format(format: Any, w: Any = None) -> Format:
-    """The one asked for, else that of a prepared weight, else nvfp4_exact."""
-    return get_format(format or getattr(w, "format", None) or "nvfp4_exact")
-
-
-def _result(dtype: Any, *operands: Any) -> np.dtype:
-    """The dtype asked for, else the operands' common one: float64 > float32 > the one that all share."""
-    if dtype is None:
-        known = {o.dtype for o in operands if o is not None and o.dtype is not None}
-        return np_dtype(known.pop() if len(known) == 1 else "float64" if "float64" in known else "float32")
-    result = np_dtype(dtype, "conv2d: dtype")
-    if str(result) not in FLOATS:
-        raise DTypeError(f"conv2d: dtype is {result}, but one of {', '.join(FLOATS)} is needed; leave it "
-                         f"out for that of x")  # fmt: skip
-    return result
+def _check_gradient(op: str, g: Arg, geo) -> None:
+    want = (geo.n, geo.oh, geo.ow, geo.o)
+    if g.array is None:
+        raise TypeError(f"{op}: g is a {type(g.value).__name__}, but a gradient is a plain float array")
+    if g.shape != want:
+        raise ShapeError(f"{op}: g has shape {g.shape} but the convolution's result has shape {want}; g is "
+                         f"the gradient in that result, with the same stride and padding")  # fmt: skip
 
 
 # ---- operands as the track sees them -----------------------------------------------------------------------
 
 
-def _exact(track: str, *operands: Any) -> bool:
+def _exact(track: str, *args: Arg) -> bool:
     """Whether the "reference" track computes in float64."""
-    return track == "reference" and any(o.dtype == "float64" for o in operands)
+    return track == "reference" and any(a.dtype == np.float64 for a in args)
 
 
-def _input(kernels, x: Operand, track: str, fmt: Format, exact: bool) -> tuple[np.ndarray, bool]:
-    """Values of x, and whether they are still to be rounded to BF16 (while the patches are copied)."""
-    if track in ("fp4", "dual"):
-        return kernels.fake_quantize(kernels.values(x.array), fmt, "fast"), False
-    return kernels.values(x.array, exact), track == "bf16" and x.dtype != "bfloat16"
-
-
-def _matrix(kernels, w: _Weight, track: str, fmt: Format, exact: bool) -> np.ndarray:
-    """Values (O, kh, kw, C) of the weight on the track; of a DualWeight the master or the twin."""
-    value, array = w.value, w.array
-    if isinstance(value, DualWeight):
-        if track in ("fp4", "dual"):
-            value = value.twin
-        else:
-            array = wrap(value.master, "w").array
-    if array is None:
-        dense = kernels.dense(value, rounding=track == "bf16").reshape(value.shape)
+def _values(kernels, arg: Arg, track: str, fmt: Format, exact: bool, search: str) -> np.ndarray:
+    """What the track multiplies, float32 or float64; on the BF16 track still to be rounded to BF16."""
+    if arg.array is None:
+        dense = np.ascontiguousarray(kernels.dense(arg.value, rounding=track == "bf16"))
         return dense.astype(np.float64) if exact else dense
-    if track in ("fp4", "dual"):
-        return kernels.fake_quantize(kernels.values(array), fmt, "full")
-    return kernels.rounded(array) if track == "bf16" else kernels.values(array, exact)
+    if track in _QUANTISED:
+        return kernels.fake_quantize(kernels.values(arg.array), fmt, search)
+    return kernels.values(arg.array, exact)
+
+
+def _unrounded(arg: Arg, track: str) -> bool:
+    """Whether `_values` of the operand are to be rounded (which is done while the patches are copied)."""
+    return track == "bf16" and arg.array is not None and str(arg.dtype) != "bfloat16"
+
+
+def _weight(kernels, w: Arg, track: str, fmt: Format, exact: bool) -> np.ndarray:
+    """Values (O, kh, kw, C) of the weight, rounded; of a DualWeight the master or the twin."""
+    part = part_of_dual(w, track)
+    values = _values(kernels, part, track, fmt, exact, "full")
+    return kernels.rounded(values) if _unrounded(part, track) else values
 
 
 def _branch(w: DualWeight) -> tuple[np.ndarray, np.ndarray]:
-    """The low-rank branch as two convolutions: (rank, kh, kw, C) and 1x1 (rank, O), float32 of BF16
-    values."""
+    """The low-rank branch as two convolutions: (rank, kh, kw, C), and 1x1 (rank, O); float32."""
     down, up = w.branch_factors()
     return np.ascontiguousarray(down.T).reshape(up.shape[0], *w.shape[1:]), up
 
 
-# ---- epilogue ----------------------------------------------------------------------------------------------
-
-
-def _added(value: Any, name: str, shape: tuple[int, ...]) -> list[Operand]:
-    """bias or residual, checked; nothing where there is none."""
-    if value is None:
-        return []
-    operand = float_operand(value, name)
-    if operand.shape != shape:
-        what = "one number an output channel" if name == "bias" else "the shape of the result"
-        raise ShapeError(f"conv2d: {name} has shape {operand.shape} but must be {shape}, {what}; "
-                         f"broadcast it to that shape first")  # fmt: skip
-    return [operand]
-
-
-def _finish(kernels, added: dict[str, np.ndarray], activation: str | None, columns: int, exact: bool):
-    """What is done in place to each block of sums: activation(y + bias) + residual; None where nothing is."""
-    if activation is None and not added:
-        return None
-    if activation is not None and activation not in kernels.ACTIVATIONS:
-        raise ValueError(f"conv2d: activation: {activation!r} is not an activation"
-                         f"{nearest(activation, kernels.ACTIVATIONS)}")  # fmt: skip
-    act = None if activation is None else kernels.ACTIVATIONS[activation]
-    bias, residual = added.get("bias"), added.get("residual")
-    bias = None if bias is None else bias.astype(np.float64 if exact else np.float32)
-    residual = None if residual is None else residual.reshape(residual.size // max(1, columns), columns)
-
-    def finish(y: np.ndarray, pixels: slice) -> None:
-        if bias is not None:
-            y += bias
-        if act is not None:
-            act(y)
-        if residual is not None:
-            y += residual[pixels]
-
-    return finish
+def _hidden(kernels, x: Arg, w: DualWeight, geo) -> tuple[np.ndarray, np.ndarray]:
+    """(T = bf16(bf16(x) * down) (pixels, rank), up (rank, O)), float32."""
+    down, up = _branch(w)
+    thin = geo._replace(o=up.shape[0])
+    hidden = np.empty((geo.pixels, thin.o), np.float32)
+    values = _values(kernels, x, "bf16", w.format, False, "fast")
+    kernels.conv_forward(values, down.reshape(thin.o, geo.k), thin, hidden, _unrounded(x, "bf16"))
+    kernels.round_bf16(hidden, hidden)
+    return hidden, up
 
 
 # ---- the primitive -----------------------------------------------------------------------------------------
 
 
-def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=None, track=None,
-           format=None, certify=False, dtype=None, out=None, stream=None):  # fmt: skip
+def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=None, track=None, format=None,
+           certify=False, dtype=None, out=None, stream=None):  # fmt: skip
     """Convolve pictures x (N, H, W, C) with w (O, kh, kw, C): activation(x * w + bias) + residual.
 
     y[n, p, q, o] = sum over i, j, c of x[n, p*stride + i - top, q*stride + j - left, c] * w[o, i, j, c], x
     being 0 outside the picture (the cross-correlation that frameworks call convolution).
 
     Args:
-        x: pictures, float64, float32, float16 or bfloat16. w: weights of such a dtype, or a `QuantizedArray`
-            of shape (O, kh, kw, C) blocked along its last axis.
+        x: pictures, float64, float32, float16 or bfloat16, or a `QuantizedArray` blocked along C.
+        w: weights of such a dtype, a `QuantizedArray` blocked along C, or a `DualWeight` of four axes.
         stride: one whole number for both axes. padding: an int or ((top, bottom), (left, right)), zeros.
         bias: (O,). activation: None, "silu" or "gelu". residual: of the result's shape.
         track: "bf16" rounds both operands to BF16; "fp4" quantises x along C with one outer scale a picture,
             and w, if plain, along C within a tap with one outer scale an output channel, both in `format`;
-            "reference" rounds nothing. Omitted: "fp4" for a `QuantizedArray`, else "bf16". Accumulation is in
-            FP32.
+            "dual" adds the branch of a DualWeight in BF16; "reference" rounds nothing. Omitted: "dual" for a
+            `DualWeight`, "fp4" for a `QuantizedArray`, else "bf16". Accumulation is in FP32.
+        certify: True or "bound": also return a `Certificate` of the distance to the BF16 track's result.
         dtype: of the result; by default x's, or the wider one when x and w differ.
-        out: array that the result is written to.
+        out: array that the result is written to. stream: None for host arrays.
 
     Returns:
-        (N, OH, OW, O) of x's framework, OH = (top + H + bottom - kh) // stride + 1 and OW alike.
+        (N, OH, OW, O) of x's framework, OH = (top + H + bottom - kh) // stride + 1 and OW alike; with
+        `certify` a pair of it and the `Certificate`.
 
     Raises:
         ShapeError: shapes, axes, stride or padding do not fit. DTypeError: integers and the like. TypeError:
@@ -240,47 +179,111 @@ def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=No
 
     >>> import numpy as np, fp4bf16 as fb
     >>> x, w = np.ones((1, 4, 4, 16), np.float32), np.ones((2, 3, 3, 16), np.float32)
-    >>> fb.conv2d(x, w, padding=1)[0, :2, :2, 0]
-    array([[64., 96.],
-           [96., 144.]], dtype=float32)
+    >>> fb.conv2d(x, w, padding=1)[0, :2, :2, 0].astype(int).tolist()
+    [[64, 96], [96, 144]]
     """
     check_stream("conv2d", stream)
-    xo, weight = float_operand(x, "x"), _weight(w)
-    track, fmt = _track(track, weight), _format(format, w)
-    geo = _geometry(xo.shape, weight.shape, stride, padding)
-    shape = (geo.n, geo.oh, geo.ow, geo.o)
-    extra = _added(bias, "bias", shape[3:]) + _added(residual, "residual", shape)
-    framework = common_framework("conv2d", xo, weight, *extra)
-    target, returned = output("conv2d", out, shape, _result(dtype, xo, weight), framework,
-                              (xo.array, *weight.memory, *(o.array for o in extra)))  # fmt: skip
-    kernels, exact = backend_for(xo), _exact(track, xo, weight)
-    finish = _finish(kernels, {o.name: o.array for o in extra}, activation, geo.o, exact)
-    values, rounding = _input(kernels, xo, track, fmt, exact)
-    if track == "dual":
-        finish = _with_branch(kernels, w, xo, geo, finish)
-    matrix = _matrix(kernels, weight, track, fmt, exact).reshape(geo.o, geo.k)
+    x, w = as_arg(x, "x"), as_arg(w, "w")
+    track, fmt = choose_track("conv2d", track, x, w), choose_format(format, x, w)
+    geo = _geometry(x.shape, w.shape, stride, padding)
+    for arg in (x, w):
+        _check_blocks("conv2d", arg)
+    kernels, exact, shape = backend_for(x, w), _exact(track, x, w), (geo.n, geo.oh, geo.ow, geo.o)
+    epilogue = Epilogue("conv2d", bias, activation, residual, shape, track == "reference", kernels)
+    framework = check_frameworks("conv2d", [x, w, *epilogue.args])
+    target, returned = output("conv2d", out, shape, result_dtype_of("conv2d", dtype, x, w), framework,
+                              memory_of(x, w, *epilogue.args))  # fmt: skip
     flat = target if target.flags.c_contiguous else np.empty(shape, target.dtype)
-    kernels.conv_forward(values, matrix, geo, flat.reshape(geo.pixels, geo.o), rounding, finish)
+    rows = flat.reshape(geo.pixels, geo.o)
+    if certify:
+        certificate = _certified(kernels, x, w, geo, track, fmt, exact, rows, epilogue, certify)
+    else:
+        _convolve(kernels, x, w, geo, track, fmt, exact, rows, None if epilogue.empty else epilogue)
     if flat is not target:
         target[...] = flat
-    return returned
+    return (returned, certificate) if certify else returned
 
 
-def _with_branch(kernels, w: DualWeight, x: Operand, geo, finish):
-    """`finish` after the branch: FP4 products first, then bf16(bf16(x) * down) * up into the same sums."""
-    down, up = _branch(w)
-    hidden = np.empty((geo.pixels, up.shape[0]), np.float32)
-    thin = geo._replace(o=up.shape[0])
-    rounding = x.dtype != "bfloat16"
-    kernels.conv_forward(kernels.values(x.array), down.reshape(thin.o, geo.k), thin, hidden, rounding)
-    kernels.round_bf16(hidden, hidden)
+def _convolve(kernels, x: Arg, w: Arg, geo, track, fmt, exact: bool, rows: np.ndarray, finish) -> None:
+    """rows (pixels, O) = x * w on the track, then `finish` in place on each block of sums."""
+    if track == "dual":  # FP4 products first, then the branch into the same sums
+        finish = with_branch(*_hidden(kernels, x, w.value, geo), finish or (lambda *_: None))
+    values = _values(kernels, x, track, fmt, exact, "fast")
+    matrix = _weight(kernels, w, track, fmt, exact).reshape(geo.o, geo.k)
+    kernels.conv_forward(values, matrix, geo, rows, _unrounded(x, track), finish)
 
-    def both(y: np.ndarray, pixels: slice) -> None:
-        y += hidden[pixels] @ up
-        if finish is not None:
-            finish(y, pixels)
 
-    return both
+# ---- certified ---------------------------------------------------------------------------------------------
+
+
+def _certified(kernels, x: Arg, w: Arg, geo, track, fmt, exact, rows, epilogue, certify) -> Certificate:
+    """rows = the convolution with its epilogue, and its certificate."""
+    if certify not in (True, "bound"):
+        raise ValueError(f"conv2d: certify is {certify!r}, but True, False or 'bound' is needed")
+    plain, parts = x, {}
+    if track in _QUANTISED and x.array is not None:  # quantised here for the quantiser's sums
+        outer = None if fmt.default_outer is None else "image"
+        x = as_arg(quantize(x.value, fmt, outer=outer, search="fast"), "x")
+    y = np.empty(rows.shape, np.float64 if exact else np.float32)
+    if track == "dual":
+        hidden, up = _hidden(kernels, plain, w.value, geo)
+        parts["hidden"] = np.array([np.linalg.norm(hidden.astype(np.float64))])
+        twin = as_arg(w.value.twin, "w")
+        _convolve(kernels, x, twin, geo, "fp4", fmt, exact, y, with_branch(hidden, up, lambda *_: None))
+    else:
+        _convolve(kernels, x, w, geo, track, fmt, exact, y, None)
+    found = certificates.same()
+    if track != "bf16":
+        norms, weight, matrix = _norms(kernels, x, w, geo, track, fmt, exact)
+        factor = certificates.conv_factor((geo.kh, geo.kw), (geo.stride, geo.stride))
+        if certify is True:
+            unseen = 0.0 if plain.array is not None else factor * norms.error * weight.sigma
+            parts |= {"estimate": _sketch(kernels, plain, matrix, geo, y) + unseen, "confidence": 1 - 1e-3}
+        added = certificates.added_norms(geo.pixels, epilogue.bias, epilogue.residual)
+        found = certificates.certificate(
+            norms, weight, k=geo.k, columns=y.size, dtype=str(rows.dtype), activation=epilogue.name,
+            added=np.array([np.linalg.norm(added)]), epilogue=not epilogue.empty, factor=factor,
+            product_norm=float(np.linalg.norm(y.astype(np.float64))), **parts,
+        )  # fmt: skip
+        found = replace(found, rows=None)
+    epilogue(y, slice(0, geo.pixels), slice(0, geo.o))
+    kernels.store(y, rows)
+    return found
+
+
+def _norms(kernels, x: Arg, w: Arg, geo, track, fmt, exact):
+    """(norms of x as one row, norms of w, the BF16 track's weight (O, k)).
+
+    An output pixel meets several input pixels, so only the norm of the whole tensor goes into the bound:
+    |patches(x)|_F <= conv_factor |x|_F.
+    """
+    if isinstance(x.value, QuantizedArray) and x.value.stats is not None:
+        norms = certificates.activation_norms(x.value.stats, geo.c)
+    else:
+        pixels = _values(kernels, x, track, fmt, exact, "fast").reshape(math.prod(x.shape[:3]), geo.c)
+        norms = certificates.plain_norms(pixels, rounded=x.array is None)
+    norms = ActivationNorms(*(np.array([v]) for v in (norms.norm, norms.used, norms.error)), norms.overflow)
+    used = _weight(kernels, w, track, fmt, exact).reshape(geo.o, geo.k)
+    if isinstance(w.value, DualWeight):
+        return norms, w.value.norms(track), w.value.master_values().T
+    if isinstance(w.value, QuantizedArray):
+        return norms, certificates.quantized_weight_norms(w.value, lambda: used), used
+    matrix = _weight(kernels, w, "bf16", fmt, False).reshape(geo.o, geo.k)
+    return norms, certificates.weight_norms(matrix, used), matrix
+
+
+def _sketch(kernels, x: Arg, matrix: np.ndarray, geo, y: np.ndarray, columns=16, delta=1e-3) -> float:
+    """A limit that |bf16(x) * w - y|_F exceeds with probability `delta` at most.
+
+    `certify.sketch` with its product X (W^T G) as a convolution to `columns` channels.
+    """
+    g = certificates.gaussian(geo.o, columns)
+    values = _values(kernels, x, "bf16", None, False, "fast")
+    values = (kernels.rounded(values) if _unrounded(x, "bf16") else values).astype(np.float64)
+    through = np.empty((geo.pixels, columns))
+    kernels.conv_forward(values, g.T @ matrix.astype(np.float64), geo._replace(o=columns), through, False)
+    through -= y.astype(np.float64) @ g
+    return float(np.linalg.norm(through)) * certificates.sketch_factor(columns, delta) / math.sqrt(columns)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
@@ -301,33 +304,31 @@ def conv2d_dgrad(g, w, input_shape, *, stride=1, padding=0, track=None, format=N
            [2., 4., 2.],
            [1., 2., 1.]], dtype=float32)
     """
-    go, weight = float_operand(g, "g"), _weight(w)
-    track, fmt = _track(track, weight), _format(format, w)
-    geo = _geometry(input_shape, weight.shape, stride, padding)
-    _check_gradient(go, geo)
-    framework = common_framework("conv2d_dgrad", go, weight)
-    shape = (geo.n, geo.h, geo.w, geo.c)
-    target, returned = output("conv2d_dgrad", None, shape, _result(dtype, go, weight), framework)
-    kernels, exact = backend_for(go), _exact(track, go, weight)
-    values, rounding = kernels.values(go.array, exact), track != "reference" and go.dtype != "bfloat16"
-    matrix = _matrix(kernels, weight, track, fmt, exact)
+    g, w = as_arg(g, "g"), as_arg(w, "w")
+    track, fmt = choose_track("conv2d_dgrad", track, g, w), choose_format(format, g, w)
+    geo = _geometry(input_shape, w.shape, stride, padding)
+    _check_gradient("conv2d_dgrad", g, geo)
+    _check_blocks("conv2d_dgrad", w)
+    framework, shape = check_frameworks("conv2d_dgrad", [g, w]), (geo.n, geo.h, geo.w, geo.c)
+    dtype = result_dtype_of("conv2d_dgrad", dtype, g, w)
+    target, returned = output("conv2d_dgrad", None, shape, dtype, framework)
+    kernels, exact = backend_for(g, w), _exact(track, g, w)
+    values, rounding = kernels.values(g.array, exact), track != "reference" and str(g.dtype) != "bfloat16"
+    matrix = _weight(kernels, w, track, fmt, exact)
     if track != "dual":
         kernels.conv_dgrad(values, matrix, geo, target, rounding)
         return returned
     # dX = dgrad(g, twin) + dgrad(bf16(g up^T), down)
-    down, up = _branch(w)
-    through = np.empty((*go.shape[:3], up.shape[0]), np.float32)
-    kernels.conv_forward(values, up, _pointwise(geo, up.shape[0]), through.reshape(geo.pixels, -1), rounding)
+    down, up = _branch(w.value)
+    thin, through = geo._replace(o=up.shape[0]), np.empty((*g.shape[:3], up.shape[0]), np.float32)
+    pointwise = geo._replace(h=geo.oh, w=geo.ow, c=geo.o, o=thin.o, kh=1, kw=1, stride=1, top=0, left=0)
+    kernels.conv_forward(values, up, pointwise, through.reshape(geo.pixels, thin.o), rounding)
     bulk, low = np.empty(shape, np.float32), np.empty(shape, np.float32)
     kernels.conv_dgrad(values, matrix, geo, bulk, rounding)
-    kernels.conv_dgrad(through, down, geo._replace(o=up.shape[0]), low, True)
-    kernels.store(bulk + low, target)
+    kernels.conv_dgrad(through, down, thin, low, True)
+    bulk += low
+    kernels.store(bulk, target)
     return returned
-
-
-def _pointwise(geo, o: int):
-    """Geometry of a 1x1 convolution of the results of `geo` to `o` channels."""
-    return geo._replace(h=geo.oh, w=geo.ow, c=geo.o, o=o, kh=1, kw=1, stride=1, top=0, left=0)
 
 
 def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=None, dtype=None):
@@ -343,20 +344,22 @@ def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=N
     array([[4., 4.],
            [4., 4.]], dtype=float32)
     """
-    go, xo = float_operand(g, "g"), float_operand(x, "x")
-    track, fmt = resolve_track(track, "bf16"), _format(format)
+    g, x = as_arg(g, "g"), as_arg(x, "x")
+    track = resolve_track(track, "bf16" if x.array is not None else "fp4")
     kh, kw = (int(n) for n in kernel_size)
-    geo = _geometry(xo.shape, (*go.shape[3:], kh, kw, *xo.shape[3:]), stride, padding)
-    _check_gradient(go, geo)
-    framework = common_framework("conv2d_wgrad", go, xo)
-    shape = (geo.o, kh, kw, geo.c)
-    target, returned = output("conv2d_wgrad", None, shape, _result(dtype, go, xo), framework)
-    kernels, exact = backend_for(go), _exact(track, go, xo)
-    values, rounding = _input(kernels, xo, track, fmt, exact)
-    gradient = kernels.values(go.array, exact).reshape(geo.pixels, geo.o)
+    geo = _geometry(x.shape, (*g.shape[3:], kh, kw, *x.shape[3:]), stride, padding)
+    _check_gradient("conv2d_wgrad", g, geo)
+    _check_blocks("conv2d_wgrad", x)
+    framework, shape = check_frameworks("conv2d_wgrad", [g, x]), (geo.o, kh, kw, geo.c)
+    dtype = result_dtype_of("conv2d_wgrad", dtype, g, x)
+    target, returned = output("conv2d_wgrad", None, shape, dtype, framework)
+    kernels, exact = backend_for(g, x), _exact(track, g, x)
+    values = _values(kernels, x, track, choose_format(format, g, x), exact, "fast")
+    gradient = kernels.values(g.array, exact).reshape(geo.pixels, geo.o)
     if exact:
         values, gradient = values.astype(np.float64, copy=False), gradient.astype(np.float64, copy=False)
-    dw = kernels.conv_wgrad(gradient, values, geo, rounding, track != "reference" and go.dtype != "bfloat16")
+    round_g = track != "reference" and str(g.dtype) != "bfloat16"
+    dw = kernels.conv_wgrad(gradient, values, geo, _unrounded(x, track), round_g)
     kernels.store(dw.reshape(shape), target)
     return returned
 
@@ -375,28 +378,21 @@ def conv2d_vjp(g, x, w, *, stride=1, padding=0, track=None, format=None, needs=(
     >>> dx.shape, dw.shape, float(db[0])
     ((1, 3, 3, 1), (1, 2, 2, 1), 4.0)
     """
-    xo, weight = float_operand(x, "x"), _weight(w)
-    track, fmt = _track(track, weight), _format(format, w)
-    common_framework("conv2d_vjp", xo, weight)
+    xo, wo = as_arg(x, "x"), as_arg(w, "w")
+    track, fmt = choose_track("conv2d_vjp", track, xo, wo), choose_format(format, xo, wo)
+    check_frameworks("conv2d_vjp", [xo, wo, as_arg(g, "g")])
     keywords = {"stride": stride, "padding": padding, "track": track, "format": fmt}
-    dw_dtype = xo.dtype if weight.dtype is None else weight.dtype
-    dx = conv2d_dgrad(g, w, xo.shape, dtype=xo.dtype, **keywords) if needs[0] else None
-    dw = conv2d_wgrad(g, x, weight.shape[1:3], dtype=dw_dtype, **keywords) if needs[1] else None
+    dtypes = [d for d in (xo.dtype, wo.dtype) if d is not None] or [as_arg(g, "g").dtype]
+    dx = conv2d_dgrad(g, w, xo.shape, dtype=dtypes[0], **keywords) if needs[0] else None
+    dw = conv2d_wgrad(g, x, wo.shape[1:3], dtype=dtypes[-1], **keywords) if needs[1] else None
     return dx, dw, _dbias(g, track) if needs[2] else None
 
 
 def _dbias(g: Any, track: str) -> Any:
     """Sum of g (N, OH, OW, O) over the pixels, in g's dtype."""
-    go, kernels = float_operand(g, "g"), backend_for()
+    arg, kernels = as_arg(g, "g"), backend_for()
     exact = track == "reference"
-    rows = kernels.values(go.array, exact) if exact else kernels.rounded(go.array)
-    target, returned = output("conv2d_vjp", None, go.shape[-1:], go.array.dtype, go.framework)
+    rows = kernels.values(arg.array, exact) if exact else kernels.rounded(arg.array)
+    target, returned = output("conv2d_vjp", None, arg.shape[-1:], arg.dtype, arg.framework)
     kernels.store(kernels.column_sums(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])), target)
     return returned
-
-
-def _check_gradient(g: Operand, geo) -> None:
-    want = (geo.n, geo.oh, geo.ow, geo.o)
-    if g.shape != want:
-        raise ShapeError(f"conv2d: g has shape {g.shape} but the convolution's result has shape {want}; "
-                         f"g is the gradient in that result, with the same stride and padding")  # fmt: skip

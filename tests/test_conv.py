@@ -167,6 +167,56 @@ def test_out(rng):
         fb.conv2d(x, square, residual=(r := x.copy()), out=r)
 
 
+# ---- prepared input, certificates --------------------------------------------------------------------------
+def test_prepared_input(rng):
+    x, w = make(rng, (2, 5, 5, 40), (6, 3, 3, 40))
+    xq = fb.quantize(x, outer="image", search="fast")
+    np.testing.assert_array_equal(fb.conv2d(xq, w, padding=1), fb.conv2d(x, w, padding=1, track="fp4"))
+    g = rng.standard_normal((2, 5, 5, 6)).astype(np.float32)
+    saved = fb.conv2d_vjp(g, xq, w, padding=1)  # what the forward pass may keep: 4.5 bits an element
+    for a, b in zip(saved, fb.conv2d_vjp(g, x, w, padding=1, track="fp4"), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(fb.ShapeError, match="x .* blocked along axis 1"):
+        fb.conv2d(fb.quantize(x, axis=1), w)
+
+
+def certified(rng, x, w, track, **how):
+    """|y - y_bf16| of a certified call, and its certificate."""
+    bf16 = how | {"track": "bf16"}
+    y, certificate = fb.conv2d(x, w, track=track, certify=True, **how)
+    np.testing.assert_allclose(y, fb.conv2d(x, w, track=track, **how), rtol=1e-5, atol=1e-5 * np.abs(y).max())
+    return np.linalg.norm(np.float64(y) - fb.conv2d(x, w, **bf16)), certificate
+
+
+@given(st.data())
+def test_certified_bound_holds(data):
+    draw, rng = data.draw, np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    kh, kw, stride = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    c, o = draw(st.integers(1, 40)), draw(st.integers(1, 20))
+    x, w = make(rng, (draw(st.integers(1, 3)), 5, 4, c), (o, kh, kw, c))
+    if draw(st.booleans()):  # same sign, with an outlier: errors add up instead of cancelling
+        x, w = np.abs(x), np.abs(w)
+        x.flat[rng.integers(x.size)] *= 100
+    activation = draw(st.sampled_from([None, "silu"]))
+    how = {"stride": stride, "padding": draw(st.integers(0, 1)), "activation": activation}
+    if draw(st.booleans()):
+        how["bias"] = rng.standard_normal(o).astype(np.float32)
+    weight, track = draw(st.sampled_from([(w, "fp4"), (fb.DualWeight(w, rank=3), "dual"), (w, "reference")]))
+    distance, certificate = certified(rng, x, weight, track, **how)
+    assert distance <= certificate.bound + certificate.accumulation
+    assert distance <= certificate.estimate + certificate.accumulation  # wrong once in a thousand at worst
+    assert certificate.rows is None
+
+
+def test_certificate_is_of_use(rng):
+    x, w = make(rng, (4, 8, 8, 64), (32, 3, 3, 64))
+    distance, certificate = certified(rng, x, w, "fp4", padding=1)
+    assert certificate.bound < 20 * distance and certificate.estimate < 2.5 * distance
+    assert fb.conv2d(x, w, certify=True)[1].limit == 0
+    only = fb.conv2d(x, fb.quantize(w, outer="image"), padding=1, certify="bound")[1]
+    assert only.estimate is None and distance <= only.bound + only.accumulation
+
+
 # ---- gradients ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("track", ["bf16", "fp4"])
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -318,9 +368,10 @@ X, W = np.ones((1, 4, 4, 16), np.float32), np.ones((8, 3, 3, 16), np.float32)
         (ValueError, ["'relu'", "gelu"], lambda: fb.conv2d(X, W, activation="relu")),
         (ValueError, ["'fp5'", "fp4"], lambda: fb.conv2d(X, W, track="fp5")),
         (ValueError, ["stream"], lambda: fb.conv2d(X, W, stream=3)),
+        (ValueError, ["certify", "'yes'"], lambda: fb.conv2d(X, W, track="fp4", certify="yes")),
         (TypeError, ["dual", "plain array", "DualWeight"], lambda: fb.conv2d(X, W, track="dual")),
         (TypeError, ["dual", "QuantizedArray"], lambda: fb.conv2d(X, fb.quantize(W), track="dual")),
-        (fb.ShapeError, ["DualWeight", "(16, 8)"], lambda: fb.conv2d(X, fb.DualWeight(W[:, 0, 0].T))),
+        (fb.ShapeError, ["(16, 8)", "(O, kh, kw, C)"], lambda: fb.conv2d(X, fb.DualWeight(W[:, 0, 0].T))),
         (fb.ShapeError, ["g", "(1, 4, 4, 8)", "(1, 2, 2, 8)"], lambda: fb.conv2d_vjp(X[..., :8], X, W)),
         (fb.ShapeError, ["g"], lambda: conv2d_dgrad(X[..., :8], W, (1, 9, 9, 16))),
         (fb.ShapeError, ["g"], lambda: conv2d_wgrad(X[..., :8], X, (3, 3))),

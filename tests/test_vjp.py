@@ -126,7 +126,8 @@ def test_gradients_of_the_gradients_of_conv2d(rng, x, w, how):
 )
 def test_attention(rng, q, k, v, causal, scale):
     how = {"causal": causal, "scale": scale} | EXACT
-    check(rng, lambda *x: fb.attention(*x, **how), lambda *x: fb.attention_vjp(*x, **how), normal(rng, q, k, v))
+    inputs = normal(rng, q, k, v)
+    check(rng, lambda *x: fb.attention(*x, **how), lambda *x: fb.attention_vjp(*x, **how), inputs)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

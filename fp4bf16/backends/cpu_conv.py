@@ -275,13 +275,13 @@ def least(flops_each: int) -> int:
 
 
 def conv_forward(x: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, rounding: bool,
-                 finish: Callable[[np.ndarray, slice], None] | None = None) -> None:  # fmt: skip
-    """out (pixels, O) = patches of x times w (O, k); ``finish(y, pixels)`` is applied in place to each block
-    of y.
+                 finish: Callable[[np.ndarray, slice, slice], None] | None = None) -> None:  # fmt: skip
+    """out (pixels, O) = patches of x times w (O, k), then ``finish(y, pixels, channels)`` in place on each
+    block y of sums.
 
     x is what `values` returns, w holds values of the same dtype, `out` is C-contiguous of any dtype.
     """
-    patches, w_t = _Patches(x, geo, rounding), w.T
+    patches, w_t, channels = _Patches(x, geo, rounding), w.T, slice(0, geo.o)
 
     def lines(first: int, last: int) -> None:
         for a, b in _blocks(first, last, patches.most):
@@ -290,7 +290,7 @@ def conv_forward(x: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, r
             y = target if out.dtype == x.dtype else scratch("y", target.shape, x.dtype)
             np.matmul(patches.lines(a, b), w_t, out=y)
             if finish is not None:
-                finish(y, pixels)
+                finish(y, pixels, channels)
             store(y, target)
 
     parallel_chunks(geo.lines, lines, least(2 * geo.ow * geo.k * geo.o))
