@@ -24,7 +24,7 @@ from ..backends import compiled, cuda, threads
 PACKAGES = {
     "needed": ("numpy", "ml_dtypes", "numba", "llvmlite", "cffi"),
     "train": ("pillow", "matplotlib", "safetensors", "tqdm"),
-    "frameworks": ("torch", "jax", "cupy-cuda13x", "cuda-python", "cuda-core", "diffusers"),
+    "frameworks": ("torch", "jax", "cupy-cuda13x", "cuda-bindings", "cuda-core", "diffusers"),
     "test": ("pytest", "hypothesis", "ruff"),
 }
 #: Environment variables: (default, meaning).
@@ -88,9 +88,15 @@ FRAMEWORKS = {"numpy": _numpy_array, "torch": _torch_array, "jax": _jax_array, "
 
 
 def _exchange(make: Callable[[str], Any], dtype: str) -> str:
-    """ "zero-copy" if an array goes in and out sharing its memory, else why not."""
-    x = make(dtype)
-    view = interop.wrap(x, "x").array
+    """How an array of `dtype` goes in and out: "zero-copy" if it shares its memory, else why not."""
+    try:
+        x = make(dtype)
+    except (TypeError, ValueError, AttributeError):
+        return "the framework has no such dtype"
+    try:
+        view = interop.wrap(x, "x").array
+    except TypeError as error:
+        return f"not taken: {error}"
     back = interop.unwrap(view, interop.wrap(x, "x").framework)
     shared = np.shares_memory(view, interop.wrap(back, "x").array) and type(back) is type(x)
     return ("zero-copy" if str(view.dtype) == dtype else f"zero-copy as {view.dtype}") if shared else "copied"
@@ -111,8 +117,8 @@ def exchange_table() -> dict[str, dict[str, str] | str]:
                 table[name] = f"cannot be imported: {type(error).__name__}: {error}"
                 continue
             row = {dtype: _guarded(lambda make=make, dtype=dtype: _exchange(make, dtype)) for dtype in DTYPES}
-        same = set(row.values())
-        table[name] = row if len(same) > 1 or "zero-copy" in same else same.pop()
+        refused = {how for how in row.values() if how.startswith("not taken")}
+        table[name] = refused.pop() if refused else row
     return table
 
 
