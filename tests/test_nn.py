@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
+
 import numpy as np
 import pytest
 
@@ -150,6 +153,22 @@ def test_whole_unet_hessian_vector_product(network, rng):
             want = (u.data - d.data) / (2 * EPS)
             atol = 1e-6 * np.abs(want).max() + 1e-8
             np.testing.assert_allclose(a.data, want, rtol=1e-4, atol=atol, err_msg=p.name)
+
+
+def test_hessian_vector_product_on_the_bf16_track(rng):
+    block = nn.ResnetBlock2D(16, 16, time_dim=8, groups=4, seed=1)
+    x, time = pictures(rng, 2, 4, 4, 16).astype(np.float32), rng.standard_normal((2, 8)).astype(np.float32)
+    v = [rng.standard_normal(p.shape).astype(np.float32) for p in block.parameters()]
+
+    def product(track):
+        with fb.tracks(track):
+            loss = F.mean((block(x, time)) ** 2)
+            first = grad(loss, block.parameters(), create_graph=True)
+            second = grad(sum((a * b).sum() for a, b in zip(first, v, strict=True)), block.parameters())
+        return np.concatenate([g.data.ravel() for g in second])
+
+    exact, got = product("reference"), product("bf16")
+    assert 1e-5 < np.linalg.norm(got - exact) / np.linalg.norm(exact) < 0.05
 
 
 @pytest.mark.parametrize("track, limit", [("bf16", 0.02), ("fp4", 0.9), ("dual", 0.8)])
@@ -468,3 +487,12 @@ BAD = [
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+DOCUMENTED = ["tape", "xp", "module", "layers", "unet", "loader", "ops_math", "ops_shape", "ops_network"]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(f"fp4bf16.nn.{name}")
+    assert doctest.testmod(module).failed == 0

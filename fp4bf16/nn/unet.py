@@ -27,6 +27,7 @@ from .layers import (
 )
 from .module import Module
 from .tape import Variable
+from .xp import namespace
 
 #: Arguments of diffusers' model of which one value alone is supported here.
 _FIXED = {
@@ -311,7 +312,7 @@ class UNet2D(Module):
             )
         times = np.broadcast_to(times.reshape(-1), (batch,))
         emb = timestep_embedding(times, c.block_out_channels[0], c.flip_sin_to_cos, c.freq_shift)
-        emb = self.time_embedding(emb.astype(dtype, copy=False))
+        emb = self.time_embedding(namespace(self.conv_in.weight.data).asarray(emb, dtype=dtype))
         for name, given, wanted in (
             ("class_labels", class_labels, c.num_class_embeds),
             ("captions", captions, c.caption_vocabulary),
