@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from .dispatch import backend_for
 from .formats import QuantizedArray, QuantStats
 from .python_ref import certify as formulas
-from .python_ref.certify import LIPSCHITZ, SUBNORMAL_STEP, conv_factor, sketch_factor, spectral_norm_upper
+from .python_ref.certify import LIPSCHITZ, conv_factor, sketch_factor
 
 __all__ = [
     "ActivationNorms", "Certificate", "WeightNorms", "activation_norms", "added_norms", "certificate", "conv_factor",
@@ -86,6 +87,35 @@ class Certificate:
         )
 
 
+# ---- linear algebra without BLAS threads that spin on, beside the kernels of the next call -------------------------
+def norm(x: np.ndarray) -> float:
+    """Frobenius norm, summed in float64 on this thread (np.linalg.norm's dot wakes BLAS's own threads)."""
+    flat = np.ascontiguousarray(x).reshape(-1)
+    return math.sqrt(float(np.einsum("i,i->", flat, flat, dtype=np.float64)))
+
+
+def row_norms(x: np.ndarray) -> np.ndarray:
+    """Norm of each row of `x` (M, K), float64 (M,)."""
+    return np.sqrt(np.einsum("mk,mk->m", x, x, dtype=np.float64))
+
+
+def _multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b in float64 on the kernels' threads."""
+    kernels, out = backend_for(a, b), np.empty((a.shape[0], b.shape[1]))
+    left, right = (kernels.plain_matrix(m, rounding=False, exact=True) for m in (a, b))
+    kernels.product(left, right, out)
+    return out
+
+
+def spectral_norm_upper(w: np.ndarray) -> float:
+    """An upper bound of the largest singular value of `w`, two axes; see `python_ref.certify.spectral_norm_upper`.
+
+    >>> 3 <= spectral_norm_upper(np.diag([1.0, 2.0, 3.0])) < 3.01
+    True
+    """
+    return formulas.spectral_norm_upper(w, multiply=_multiply)
+
+
 # ---- norms of the operands ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ActivationNorms:
@@ -102,15 +132,15 @@ class ActivationNorms:
 
     @property
     def norm(self) -> float:
-        return float(np.linalg.norm(self.rows))
+        return norm(self.rows)
 
     @property
     def used(self) -> float:
-        return float(np.linalg.norm(self.rows_used))
+        return norm(self.rows_used)
 
     @property
     def error(self) -> float:
-        return float(np.linalg.norm(self.rows_error))
+        return norm(self.rows_error)
 
 
 def activation_norms(stats: QuantStats, k: int, exact: bool | None = None) -> ActivationNorms:
@@ -128,7 +158,7 @@ def activation_norms(stats: QuantStats, k: int, exact: bool | None = None) -> Ac
 
 def plain_norms(x: np.ndarray, rounded: bool) -> ActivationNorms:
     """Norms of unquantised rows (M, K): multiplied as they are (`rounded` to bfloat16 on both tracks, or not)."""
-    rows = np.sqrt(np.einsum("mk,mk->m", x, x, dtype=np.float64))
+    rows = row_norms(x)
     error = np.zeros_like(rows) if rounded else formulas.bf16_rounding(rows, x.shape[1])
     return ActivationNorms(rows + error, rows, error)
 
@@ -159,7 +189,7 @@ def weight_norms(w: np.ndarray, used: np.ndarray, branch: np.ndarray | None = No
     w, used = np.asarray(w, np.float64), np.asarray(used, np.float64)
     error = w - used if branch is None else w - used - branch
     sigmas = (spectral_norm_upper(m) for m in (w, used, error))
-    return WeightNorms(float(np.linalg.norm(w)), float(np.linalg.norm(used)), *sigmas)
+    return WeightNorms(norm(w), norm(used), *sigmas)
 
 
 _known: dict[int, tuple[weakref.ref, Any]] = {}
@@ -184,12 +214,12 @@ def quantized_weight_norms(q: QuantizedArray, decode: Callable[[], np.ndarray]) 
 
 
 def _quantized_weight_norms(q: QuantizedArray, used: np.ndarray) -> WeightNorms:
-    sigma, norm = spectral_norm_upper(used), float(np.linalg.norm(np.asarray(used, np.float64)))
+    sigma, size = spectral_norm_upper(used), norm(used)
     if q.stats is None:
-        return WeightNorms(norm, norm, sigma, sigma, 0.0, "quantized")
+        return WeightNorms(size, size, sigma, sigma, 0.0, "quantized")
     # The BF16 track multiplies the original rounded to bfloat16
     rows = activation_norms(q.stats, q.k)
-    return WeightNorms(rows.norm, norm, sigma + rows.error, sigma, rows.error, "original", q.stats.overflow)
+    return WeightNorms(rows.norm, size, sigma + rows.error, sigma, rows.error, "original", q.stats.overflow)
 
 
 # ---- the certificate -----------------------------------------------------------------------------------------------
@@ -197,9 +227,9 @@ def added_norms(rows: int, bias: np.ndarray | None, residual: np.ndarray | None)
     """|bias| + |residual row| of each of the `rows` rows, float64: their sum's rounding belongs to the bound."""
     added = np.zeros(rows)
     if bias is not None:
-        added += np.linalg.norm(bias.astype(np.float64))
+        added += norm(bias)
     if residual is not None:
-        added += np.linalg.norm(residual.reshape(rows, -1).astype(np.float64), axis=1)
+        added += row_norms(residual.reshape(rows, residual.size // max(1, rows)).astype(np.float64))
     return added
 
 
@@ -230,36 +260,34 @@ def certificate(
         hidden: norms (rows,) of T = bf16(x D) on the dual track. product_norm: |x @ w|_F as computed.
         estimate: `sketch` of the products, confidence: its own.
     """
-    norms = [factor * v for v in (x.rows, x.rows_used, x.rows_error)]
-    norm, used, error = norms
-    hidden = np.zeros_like(norm) if hidden is None else hidden
-    rows = formulas.dual_bound(norm, error, hidden, w.sigma_used, w.sigma_error, w.sigma_up)
-    outputs = norm.size * columns if outputs is None else outputs
-    bf16_rows, fp4_rows = norm * w.sigma, used * w.sigma_used + hidden * w.sigma_up
+    size, used, error = (factor * v for v in (x.rows, x.rows_used, x.rows_error))
+    hidden = np.zeros_like(size) if hidden is None else hidden
+    rows = formulas.dual_bound(size, error, hidden, w.sigma_used, w.sigma_error, w.sigma_up)
+    outputs = size.size * columns if outputs is None else outputs
+    bf16_rows, fp4_rows = size * w.sigma, used * w.sigma_used + hidden * w.sigma_up
     rounding = formulas.output_rounding(dtype, columns, bf16_rows, fp4_rows, added)
-    total = lambda r: float(np.linalg.norm(r))  # noqa: E731
-    pairs = [(total(norm), w.norm), (total(used), w.used), (total(hidden), w.up), (total(norm) * w.sigma_up, w.down)]
+    pairs = [(norm(size), w.norm), (norm(used), w.used), (norm(hidden), w.up), (norm(size) * w.sigma_up, w.down)]
     accumulation = formulas.accumulation_bound(k, outputs, *pairs)
     if epilogue or activation is not None:
-        accumulation += _EPILOGUE * total(bf16_rows + fp4_rows + 2 * added)
-    slope, exact = LIPSCHITZ[activation], total(rows)
-    if x.overflow or w.overflow or not _in_range(dtype, norm, rows, bf16_rows, added, w.norm):
+        accumulation += _EPILOGUE * norm(bf16_rows + fp4_rows + 2 * added)
+    slope, exact = LIPSCHITZ[activation], norm(rows)
+    if x.overflow or w.overflow or not _in_range(dtype, size, rows, bf16_rows, added, w.norm):
         rows = np.full_like(rows, math.inf)
-    bound = slope * total(rows) + total(rounding)
+    bound = slope * norm(rows) + norm(rounding)
     if not math.isfinite(bound):
         bound = math.inf  # a NaN norm proves nothing either
     if estimate is not None:
-        weight_part = total(norm) * w.sigma_error if w.reference == "original" else 0.0
+        weight_part = norm(size) * w.sigma_error if w.reference == "original" else 0.0
         linear = estimate + weight_part
-        estimate = slope * linear + total(rounding) if math.isfinite(bound) else math.inf
+        estimate = slope * linear + norm(rounding) if math.isfinite(bound) else math.inf
     else:
         linear = exact
-    best = (min(exact, linear) + total(rounding) + accumulation) if math.isfinite(bound) else math.inf
+    best = (min(exact, linear) + norm(rounding) + accumulation) if math.isfinite(bound) else math.inf
     relative = best / product_norm if product_norm > 0 else (0.0 if best == 0 else math.inf)
     terms = {
-        "x": total(norm), "x_used": total(used), "x_error": total(error), "hidden": total(hidden), "w": w.norm,
+        "x": norm(size), "x_used": norm(used), "x_error": norm(error), "hidden": norm(hidden), "w": w.norm,
         "w_used": w.used, "sigma_w": w.sigma, "sigma_used": w.sigma_used, "sigma_error": w.sigma_error,
-        "sigma_up": w.sigma_up, "rounding": total(rounding), "product": product_norm,
+        "sigma_up": w.sigma_up, "rounding": norm(rounding), "product": product_norm,
     }  # fmt: skip
     return Certificate(
         bound, slope * accumulation, estimate, confidence if estimate is not None else None, relative, w.reference,
@@ -267,11 +295,11 @@ def certificate(
     )  # fmt: skip
 
 
-def _in_range(dtype, norm, rows, bf16_rows, added, w_norm) -> bool:
+def _in_range(dtype, size, rows, bf16_rows, added, w_norm) -> bool:
     """Whether neither an FP32 sum nor a result can overflow: |any partial sum| <= |x row| |W|_F."""
-    if norm.size == 0:
+    if size.size == 0:
         return True
-    top = float(np.max(norm * w_norm + rows + added))
+    top = float(np.max(size * w_norm + rows + added))
     largest = float(np.max(bf16_rows + rows + added))
     return top < _FLOAT32_RANGE and (dtype != "float16" or largest < 65504)
 
@@ -311,17 +339,12 @@ def sketch(
     difference has rank one. Costs 2 columns (MK + KN + MN) operations, in float64.
     """
     g = gaussian(y.shape[1], columns, call, step)
-    d = np.asarray(x, np.float64) @ (np.asarray(w, np.float64) @ g) - np.asarray(y, np.float64) @ g
-    return float(np.linalg.norm(d)) * sketch_factor(columns, delta) / math.sqrt(columns)
+    x, w, y = (np.asarray(m, np.float64) for m in (x, w, y))
+    d = _multiply(x, _multiply(w, g)) - _multiply(y, g)
+    return norm(d) * sketch_factor(columns, delta) / math.sqrt(columns)
 
 
 def dual_norms(w: np.ndarray, twin: np.ndarray, down: np.ndarray, up: np.ndarray) -> WeightNorms:
     """Norms of a dual weight: master `w` (K, N), decoded `twin` (K, N), branch (K, r), (r, N)."""
-    norms = weight_norms(w, twin, down.astype(np.float64) @ up)
-    return replace(norms, down=float(np.linalg.norm(down)), up=float(np.linalg.norm(up)),
-                   sigma_up=spectral_norm_upper(up))  # fmt: skip
-
-
-def subnormal_room(dtype: str, outputs: int) -> float:
-    """Two roundings of `outputs` numbers under the normal range of `dtype`."""
-    return 2 * SUBNORMAL_STEP[dtype] * math.sqrt(outputs)
+    norms = weight_norms(w, twin, _multiply(down.astype(np.float64), up.astype(np.float64)))
+    return replace(norms, down=norm(down), up=norm(up), sigma_up=spectral_norm_upper(up))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .backends.threads import blas_limit
 from .certify import WeightNorms, dual_norms, weight_norms
 from .errors import NonFiniteError, ShapeError
 from .formats import Format, QuantizedArray, get_format
@@ -114,7 +115,8 @@ class DualWeight:
         self.outlier_index = self._choose_outliers(dense)
         self._outlier_rows = dense[self.outlier_index]  # (outliers, N) float32 of BF16 values
         dense[self.outlier_index] = 0
-        down, up = (m.astype(BFLOAT16) for m in low_rank(dense, self.rank))
+        with blas_limit(1):  # whose own threads would spin on, beside the kernels of the next call
+            down, up = (m.astype(BFLOAT16) for m in low_rank(dense, self.rank))
         self._down, self._up = down.astype(np.float32), up.astype(np.float32)
         # From the rounded factors, so that the twin absorbs their rounding. Outlier rows stay exactly zero: D is
         # orthogonal to them only up to rounding.

@@ -118,7 +118,7 @@ def _linear(kernels, a: Arg, b: Arg, weight, track, fmt, y, dtype, epilogue, cer
     if track == "dual":
         a, hidden, up = branch(kernels, a, weight)
         finish = with_branch(hidden, up, lambda *_: None)
-        parts["hidden"] = np.linalg.norm(hidden.astype(np.float64), axis=1)
+        parts["hidden"] = certificates.row_norms(hidden)
     a, x_norms = _activation(kernels, a, track, fmt, k)
     b, w_norms, w = _weight(kernels, b, weight, track, fmt)
     kernels.product(left_matrix(kernels, a, track, fmt), right_matrix(kernels, b, track, fmt), y, finish)
@@ -135,5 +135,5 @@ def _linear(kernels, a: Arg, b: Arg, weight, track, fmt, y, dtype, epilogue, cer
     return certificates.certificate(
         x_norms, w_norms, k=k, columns=y.shape[1], dtype=str(dtype), activation=epilogue.name,
         added=certificates.added_norms(y.shape[0], bias, epilogue.residual), epilogue=not epilogue.empty,
-        product_norm=float(np.linalg.norm(y.astype(np.float64))), **parts,
+        product_norm=certificates.norm(y), **parts,
     )  # fmt: skip
