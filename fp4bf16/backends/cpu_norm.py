@@ -1,4 +1,4 @@
-"""CPU kernels of what surrounds the products in a network: group norm with SiLU, and SiLU.
+"""CPU kernels of what surrounds the products in a network: group norm with SiLU, SiLU, sums of columns.
 
 Imported when the first of them runs (numba compiles once and caches). Float32, C-contiguous arrays. One
 picture or one slice is one unit of work, and every sum has a fixed order, so results depend neither on the
@@ -141,6 +141,27 @@ def _silu_vjp(g, x, dx, start, stop):
         dx[i] = g[i] * (s * (f4(1.0) + x[i] * (f4(1.0) - s)))
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def _column_sums(x, part, total):
+    rows, columns = x.shape
+    for first in range(0, rows, 64):
+        for c in range(columns):
+            part[c] = f4(0.0)
+        for r in range(first, min(rows, first + 64)):
+            line = x[r]
+            for c in range(columns):
+                part[c] += line[c]
+        for c in range(columns):
+            total[c] += part[c]
+
+
+def column_sums(x):
+    """Sum over the rows of x (rows, columns): float32 over 64 rows at a time, those in float64; (columns,)."""
+    total = np.zeros(x.shape[1], np.float64)
+    _column_sums(x, np.empty(x.shape[1], f4), total)
+    return total.astype(f4)
+
+
 def group_norm(x, shift, weight, bias, groups, eps, silu):
     """(y, mean, rstd) of x (N, P, C) + shift (N, C); mean and rstd are (N, C), repeated inside a group."""
     n, pixels, channels = x.shape
@@ -165,7 +186,7 @@ def group_norm_vjp(g, x, shift, weight, bias, groups, silu, mean, rstd):
         ),
         max(1, _PARALLEL_ELEMENTS // max(1, pixels * channels)),
     )
-    return dx, dshift, dw.sum(axis=0), db.sum(axis=0)
+    return dx, dshift, column_sums(dw), column_sums(db)
 
 
 def silu(x):

@@ -106,6 +106,12 @@ def group_norm_vjp(
     return plain_group_norm_vjp(g, x, shift, weight, bias, groups, act, mean, rstd)
 
 
+def column_sums(x: Any) -> Any:
+    """Sum of x (..., C) over all but the last axis: (C,); the gradient of a bias."""
+    flat = x.reshape(-1, x.shape[-1])
+    return _kernels().column_sums(flat) if is_host(flat) else flat.sum(axis=0)
+
+
 def softmax(x: Any, axis: int = -1) -> Any:
     """exp(x - max) / sum along `axis`."""
     xp = namespace(x)

@@ -137,7 +137,7 @@ def _linear_fused(g, arrays, saved, needs, track, twin):
     with tracks(_exact(track)):
         dx = matmul_primitive(g2, w).reshape(x.shape) if needs[0] else None
         dw = matmul_primitive(g2.T, x.reshape(-1, k)) if needs[1] else None
-    return dx, dw, g2.sum(axis=0) if needs[2] else None
+    return dx, dw, fused.column_sums(g2) if needs[2] else None
 
 
 def _linear_vjp(g, inputs, node, needs, track, twin):
@@ -183,8 +183,7 @@ def _conv_fused(g, arrays, saved, needs, stride, padding, track, twin):
             dx = conv2d_dgrad(g, w, x.shape, stride=stride, padding=padding)
         if needs[1]:
             dw = conv2d_wgrad(g, x, w.shape[1:3], stride=stride, padding=padding)
-    db = g.reshape(-1, g.shape[-1]).sum(axis=0) if needs[2] else None
-    return dx, dw, db, g if needs[3] else None
+    return dx, dw, fused.column_sums(g) if needs[2] else None, g if needs[3] else None
 
 
 def _conv_vjp(g, inputs, node, needs, stride, padding, track, twin):
