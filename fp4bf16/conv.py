@@ -20,7 +20,7 @@ from .dual import DualWeight
 from .epilogue import Epilogue, with_branch
 from .errors import ShapeError
 from .formats import Format, QuantizedArray
-from .interop import output
+from .interop import BFLOAT16, output
 from .operands import (
     Arg,
     as_arg,
@@ -119,7 +119,7 @@ def _values(kernels, arg: Arg, track: str, fmt: Format, exact: bool, search: str
 
 def _unrounded(arg: Arg, track: str) -> bool:
     """Whether `_values` of the operand are to be rounded (which is done while the patches are copied)."""
-    return track == "bf16" and arg.array is not None and str(arg.dtype) != "bfloat16"
+    return track == "bf16" and arg.array is not None and arg.dtype != BFLOAT16
 
 
 def _weight(kernels, w: Arg, track: str, fmt: Format, exact: bool) -> np.ndarray:
@@ -297,9 +297,10 @@ def conv2d_dgrad(g, w, input_shape, *, stride=1, padding=0, track=None, format=N
     `input_shape` is x's, which stride > 1 leaves open; the rest is as in `conv2d`. Raises what `conv2d`
     raises.
 
-    >>> import numpy as np, fp4bf16 as fb
+    >>> import numpy as np
+    >>> from fp4bf16.conv import conv2d_dgrad
     >>> g, w = np.ones((1, 2, 2, 1), np.float32), np.ones((1, 2, 2, 1), np.float32)
-    >>> fb.conv2d_dgrad(g, w, (1, 3, 3, 1))[0, :, :, 0]
+    >>> conv2d_dgrad(g, w, (1, 3, 3, 1))[0, :, :, 0]
     array([[1., 2., 1.],
            [2., 4., 2.],
            [1., 2., 1.]], dtype=float32)
@@ -313,7 +314,7 @@ def conv2d_dgrad(g, w, input_shape, *, stride=1, padding=0, track=None, format=N
     dtype = result_dtype_of("conv2d_dgrad", dtype, g, w)
     target, returned = output("conv2d_dgrad", None, shape, dtype, framework)
     kernels, exact = backend_for(g, w), _exact(track, g, w)
-    values, rounding = kernels.values(g.array, exact), track != "reference" and str(g.dtype) != "bfloat16"
+    values, rounding = kernels.values(g.array, exact), track != "reference" and g.dtype != BFLOAT16
     matrix = _weight(kernels, w, track, fmt, exact)
     if track != "dual":
         kernels.conv_dgrad(values, matrix, geo, target, rounding)
@@ -338,9 +339,10 @@ def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=N
     operands with FP32 accumulation; on the FP4 track x is the decoded input (straight through the quantiser).
     `kernel_size` is (kh, kw); the rest is as in `conv2d`. Raises what `conv2d` raises.
 
-    >>> import numpy as np, fp4bf16 as fb
+    >>> import numpy as np
+    >>> from fp4bf16.conv import conv2d_wgrad
     >>> g, x = np.ones((1, 2, 2, 1), np.float32), np.ones((1, 3, 3, 1), np.float32)
-    >>> fb.conv2d_wgrad(g, x, (2, 2))[0, :, :, 0]
+    >>> conv2d_wgrad(g, x, (2, 2))[0, :, :, 0]
     array([[4., 4.],
            [4., 4.]], dtype=float32)
     """
@@ -355,12 +357,12 @@ def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=N
     target, returned = output("conv2d_wgrad", None, shape, dtype, framework)
     kernels, exact = backend_for(g, x), _exact(track, g, x)
     values = _values(kernels, x, track, choose_format(format, g, x), exact, "fast")
-    gradient = kernels.values(g.array, exact).reshape(geo.pixels, geo.o)
+    gradient = kernels.values(g.array, exact)
     if exact:
         values, gradient = values.astype(np.float64, copy=False), gradient.astype(np.float64, copy=False)
-    round_g = track != "reference" and str(g.dtype) != "bfloat16"
+    round_g = track != "reference" and g.dtype != BFLOAT16
     dw = kernels.conv_wgrad(gradient, values, geo, _unrounded(x, track), round_g)
-    kernels.store(dw.reshape(shape), target)
+    kernels.store(dw, target)
     return returned
 
 

@@ -13,7 +13,8 @@ from fp4bf16.conv import conv2d_dgrad, conv2d_wgrad
 from fp4bf16.python_ref import conv as ref
 
 BF16 = ml_dtypes.bfloat16
-#: x, w, stride, padding: a real layer, ragged, a single row, unaligned C, asymmetric, 1x1, empty
+#: x, w, stride, padding: a real layer, ragged, a single row, unaligned C, asymmetric, 1x1, to
+#: fewer and to more channels, empty
 CASES = [
     ((32, 8, 8, 32), (32, 3, 3, 32), 1, 1),
     ((3, 7, 9, 5), (4, 3, 3, 5), 1, 1),
@@ -22,6 +23,8 @@ CASES = [
     ((2, 9, 9, 48), (16, 3, 3, 48), 2, 1),
     ((2, 4, 4, 33), (64, 1, 1, 33), 1, 0),
     ((1, 3, 3, 3), (2, 3, 3, 3), 1, 0),
+    ((5, 4, 6, 32), (6, 3, 2, 32), 1, ((2, 0), (1, 3))),
+    ((3, 5, 4, 3), (32, 3, 3, 3), 1, 1),
     ((0, 4, 4, 16), (8, 3, 3, 16), 1, 1),
     ((2, 4, 4, 16), (0, 3, 3, 16), 1, 1),
 ]
@@ -384,6 +387,7 @@ def test_bad_input_is_told_in_a_sentence(kind, words, call):
         assert word in str(error.value), str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NumPy's own, for inf - inf
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_non_finite(rng, value):
     x, w = make(rng, (2, 4, 4, 16), (8, 3, 3, 16))

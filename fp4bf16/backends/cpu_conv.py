@@ -5,9 +5,12 @@ A *line* is one row of output pixels of one picture; lines are numbered over the
 takes a contiguous range of lines and works through it in blocks whose patches stay in its second-level cache.
 
     forward   Y (pixels, O) = P (pixels, kh*kw*C) @ W (O, kh*kw*C)^T
-    wgrad    dW (O, kh*kw*C) = G (pixels, O)^T @ P, one partial sum a thread, added in index order
+    wgrad    dW (kh*kw*C, O) = P^T @ G (pixels, O), one partial sum a thread, added in index order
     dgrad    stride 1: the convolution of G with the flipped weights; stride > 1: P' = G @ W, added back to
              where the patches came from
+
+The last form serves a stride-1 convolution to fewer channels as well, and wgrad then takes the patches of G:
+patches are made of the narrower side, because moving them is what costs beside the product.
 
 Accumulation is BLAS's, in float32 (float64 for float64 operands that are not rounded).
 """
@@ -28,6 +31,10 @@ from .threads import parallel_chunks
 
 _BLOCK_BYTES = 1 << 20  # patches of one block of lines: half of a usual second-level cache
 _CHUNK_FLOPS = 12_000_000  # least work worth waking a thread for (about 0.1 ms)
+
+
+#: finish(y, rows, columns) changes a block of sums in place, before it is rounded and stored.
+Finish = Callable[[np.ndarray, slice, slice], None]
 
 
 class Geometry(NamedTuple):
@@ -275,12 +282,58 @@ def least(flops_each: int) -> int:
 
 
 def conv_forward(x: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, rounding: bool,
-                 finish: Callable[[np.ndarray, slice, slice], None] | None = None) -> None:  # fmt: skip
+                 finish: Finish | None = None) -> None:  # fmt: skip
     """out (pixels, O) = patches of x times w (O, k), then ``finish(y, pixels, channels)`` in place on each
     block y of sums.
 
     x is what `values` returns, w holds values of the same dtype, `out` is C-contiguous of any dtype.
     """
+    if _narrows(geo):
+        adjoint = _adjoint(geo)
+        flipped = _flipped(w.reshape(geo.o, geo.kh, geo.kw, geo.c))
+        _spread(x, flipped, adjoint, out.reshape(geo.n, geo.oh, geo.ow, geo.o), rounding, finish)
+    else:
+        _collect(x, w, geo, out, rounding, finish)
+
+
+def conv_dgrad(g: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, round_g: bool) -> None:
+    """out (n, h, w, c) = gradient in x of the convolution `geo`; g (n, oh, ow, o), w (o, kh, kw, c)."""
+    if geo.stride == 1 and not _narrows(_adjoint(geo)):
+        adjoint = _adjoint(geo)
+        rows = out.reshape(adjoint.pixels, geo.c)
+        _collect(g, _flipped(w).reshape(geo.c, adjoint.k), adjoint, rows, round_g, None)
+    else:
+        _spread(g, w, geo, out, round_g, None)
+
+
+def conv_wgrad(g: np.ndarray, x: np.ndarray, geo: Geometry, rounding: bool, round_g: bool) -> np.ndarray:
+    """dW (O, kh, kw, C) from g (n, oh, ow, o) and x (n, h, w, c); partial sums are added in order."""
+    if not _narrows(geo):
+        total = _products(g.reshape(geo.pixels, geo.o), x, geo, rounding, round_g)
+        return total.reshape(geo.kh, geo.kw, geo.c, geo.o).transpose(3, 0, 1, 2)
+    adjoint = _adjoint(geo)
+    total = _products(x.reshape(adjoint.pixels, geo.c), g, adjoint, round_g, rounding)
+    return total.reshape(geo.kh, geo.kw, geo.o, geo.c)[::-1, ::-1].transpose(2, 0, 1, 3)
+
+
+def _narrows(geo: Geometry) -> bool:
+    """Whether the results are the narrower side, and their patches cheaper to move than the inputs'."""
+    return geo.stride == 1 and geo.kh * geo.kw > 1 and 2 * geo.o <= geo.c and geo.n > 1
+
+
+def _adjoint(geo: Geometry) -> Geometry:
+    """The convolution by flipped weights that is the transpose of a convolution with stride 1."""
+    return Geometry(geo.n, geo.oh, geo.ow, geo.o, geo.c, geo.kh, geo.kw, 1,
+                    geo.kh - 1 - geo.top, geo.kw - 1 - geo.left, geo.h, geo.w)  # fmt: skip
+
+
+def _flipped(w: np.ndarray) -> np.ndarray:
+    """(O, kh, kw, C) -> (C, kh, kw, O) with both kernel axes reversed: the weights of `_adjoint`."""
+    return np.ascontiguousarray(w[:, ::-1, ::-1].transpose(3, 1, 2, 0))
+
+
+def _collect(x, w, geo: Geometry, out, rounding: bool, finish: Finish | None) -> None:
+    """out (pixels, O) = patches of x (pixels, k) @ w^T."""
     patches, w_t, channels = _Patches(x, geo, rounding), w.T, slice(0, geo.o)
 
     def lines(first: int, last: int) -> None:
@@ -296,23 +349,44 @@ def conv_forward(x: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, r
     parallel_chunks(geo.lines, lines, least(2 * geo.ow * geo.k * geo.o))
 
 
-def conv_wgrad(g: np.ndarray, x: np.ndarray, geo: Geometry, rounding: bool, round_g: bool) -> np.ndarray:
-    """dW (O, k) = g (pixels, O)^T times the patches of x; a sum of one partial sum a thread, in index
-    order."""
+def _spread(g, w, geo: Geometry, out, round_g: bool, finish: Finish | None) -> None:
+    """out (n, h, w, c) = what the patches g (pixels, O) @ w (O, k) add up to where they overlap."""
+    direct = out if out.dtype == g.dtype else np.empty(out.shape, g.dtype)
+    rows, matrix = g.reshape(geo.pixels, geo.o), w.reshape(geo.o, geo.k)
+    each = geo.oh * geo.ow  # pixels a picture
+    most = max(1, _BLOCK_BYTES // max(1, each * geo.k * g.itemsize))
+    size = ((geo.oh - 1) * geo.stride + geo.kh) * ((geo.ow - 1) * geo.stride + geo.kw) * geo.c
+    channels = slice(0, geo.c)
+
+    def pictures(first: int, last: int) -> None:
+        window = scratch("window", (size,), g.dtype)
+        for a, b in _blocks(first, last, most):
+            cols = scratch("cols", ((b - a) * each, geo.k), g.dtype)
+            np.matmul(_rows(rows, a * each, b * each, round_g), matrix, out=cols)
+            _scatter(cols.reshape(-1), direct.reshape(-1), window, a, b, geo.h, geo.w, geo.c, geo.kh, geo.kw,
+                     geo.stride, geo.top, geo.left, geo.oh, geo.ow)  # fmt: skip
+            if finish is not None:
+                pixels = slice(a * geo.h * geo.w, b * geo.h * geo.w)
+                finish(direct[a:b].reshape(pixels.stop - pixels.start, geo.c), pixels, channels)
+            if direct is not out:
+                store(direct[a:b], out[a:b])
+
+    parallel_chunks(geo.n, pictures, least(2 * each * geo.k * geo.o))
+
+
+def _products(rows_of, x, geo: Geometry, rounding: bool, round_rows: bool) -> np.ndarray:
+    """patches of x (pixels, k)^T @ rows (pixels, O) -> (k, O)."""
     patches, parts = _Patches(x, geo, rounding), {}
 
     def lines(first: int, last: int) -> None:
         total = None
         for a, b in _blocks(first, last, patches.most):
-            rows = _rows(g, a * geo.ow, b * geo.ow, round_g)
-            part = rows.T @ patches.lines(a, b)
+            part = patches.lines(a, b).T @ _rows(rows_of, a * geo.ow, b * geo.ow, round_rows)
             total = part if total is None else np.add(total, part, out=total)
         parts[first] = total
 
     parallel_chunks(geo.lines, lines, least(2 * geo.ow * geo.k * geo.o))
-    if not parts:
-        return np.zeros((geo.o, geo.k), x.dtype)
-    total, *others = (parts[first] for first in sorted(parts))
+    total, *others = [parts[first] for first in sorted(parts)] or [np.zeros((geo.k, geo.o), x.dtype)]
     for part in others:
         total += part
     return total
@@ -326,32 +400,6 @@ def _rows(g: np.ndarray, first: int, last: int, rounding: bool) -> np.ndarray:
     buffer = scratch("rows", rows.shape, g.dtype)
     _round(bits(rows), bits(buffer))
     return buffer
-
-
-def conv_dgrad(g: np.ndarray, w: np.ndarray, geo: Geometry, out: np.ndarray, round_g: bool) -> None:
-    """out (n, h, w, c) = gradient in x of the convolution `geo`; g (n, oh, ow, o), w (o, kh, kw, c)."""
-    if geo.stride == 1:
-        flipped = np.ascontiguousarray(w[:, ::-1, ::-1].transpose(3, 1, 2, 0))
-        back = Geometry(geo.n, geo.oh, geo.ow, geo.o, geo.c, geo.kh, geo.kw, 1,
-                        geo.kh - 1 - geo.top, geo.kw - 1 - geo.left, geo.h, geo.w)  # fmt: skip
-        conv_forward(g, flipped.reshape(geo.c, back.k), back, out.reshape(back.pixels, geo.c), round_g)
-        return
-    direct = out if out.dtype == g.dtype else np.empty(out.shape, g.dtype)
-    flat, rows, matrix = direct.reshape(-1), g.reshape(geo.pixels, geo.o), w.reshape(geo.o, geo.k)
-    each = geo.oh * geo.ow  # pixels a picture
-    most = max(1, _BLOCK_BYTES // max(1, each * geo.k * g.itemsize))
-    size = ((geo.oh - 1) * geo.stride + geo.kh) * ((geo.ow - 1) * geo.stride + geo.kw) * geo.c
-
-    def pictures(first: int, last: int) -> None:
-        window = scratch("window", (size,), g.dtype)
-        for a, b in _blocks(first, last, most):
-            cols = scratch("cols", ((b - a) * each, geo.k), g.dtype)
-            np.matmul(_rows(rows, a * each, b * each, round_g), matrix, out=cols)
-            _scatter(cols.reshape(-1), flat, window, a, b, geo.h, geo.w, geo.c, geo.kh, geo.kw, geo.stride,
-                     geo.top, geo.left, geo.oh, geo.ow)  # fmt: skip
-
-    parallel_chunks(geo.n, pictures, least(2 * each * geo.k * geo.o))
-    store(direct, out)
 
 
 def column_sums(x: np.ndarray) -> np.ndarray:
