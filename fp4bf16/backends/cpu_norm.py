@@ -156,7 +156,7 @@ def _column_sums(x, part, total):
 
 
 def column_sums(x):
-    """Sum over the rows of x (rows, columns): float32 over 64 rows at a time, those in float64; (columns,)."""
+    """Sum over the rows of x (rows, columns): 64 rows at a time in float32, those in float64; (columns,)."""
     total = np.zeros(x.shape[1], np.float64)
     _column_sums(x, np.empty(x.shape[1], f4), total)
     return total.astype(f4)

@@ -6,11 +6,13 @@ on.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from .xp import is_host, namespace
 
 
+@cache
 def _kernels() -> Any:
     from ..backends import cpu_norm  # numba is imported with the first kernel
 
