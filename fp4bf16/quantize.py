@@ -11,7 +11,7 @@ import numpy as np
 from . import dispatch
 from .errors import DTypeError, ShapeError, nearest
 from .formats import Format, QuantizedArray, QuantStats, get_format
-from .interop import BFLOAT16, common_framework, float_operand, np_dtype, output, unwrap, wrap
+from .interop import BFLOAT16, Operand, common_framework, float_operand, np_dtype, output, unwrap, wrap
 
 MIN_EXPONENT, MAX_EXPONENT = -119, 120
 OUTERS = ("default", "row", "image", "head", "tensor")
@@ -141,52 +141,38 @@ def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
 
 # ---- public ------------------------------------------------------------------------------------------------
 def quantize(
-    x,
-    format="nvfp4_exact",
-    axis=-1,
-    outer="default",
-    rounding="nearest",
-    scale_rule=None,
-    search="full",
-    nan="raise",
-    out=None,
-    stream=None,
-) -> QuantizedArray:
-    """Quantise `x` in blocks along `axis`.
-
-    A value decodes as code * block_scale * outer_scale, to nearest with ties to even.
+    x, format="nvfp4_exact", axis=-1, outer="default", rounding="nearest", scale_rule=None, search="full",
+    nan="raise", out=None, stream=None,
+) -> QuantizedArray:  # fmt: skip
+    """Quantise `x` in blocks along `axis`: a value decodes as code * block_scale * outer_scale.
 
     Args:
-        x: float32, float64, float16 or bfloat16 array of at least one axis (NumPy, PyTorch on the CPU);
-        float64 is
+        x: float32, float64, float16 or bfloat16, at least one axis (NumPy, PyTorch on the CPU); float64 is
             rounded to float32 first.
-        format: "nvfp4_exact" (16 elements a block, scales m * 2^k with m in {1, 1.25, 1.5}: every code *
-        scale is an
+        format: "nvfp4_exact" (16 a block, scales m * 2^k with m in {1, 1.25, 1.5}: every code * scale is an
             E4M3 number), "nvfp4" (16, any E4M3 scale), "mxfp4" (32, powers of two), "fp8" (E4M3, no block
             scale).
         axis: the axis that will be contracted; it is stored last and padded with zeros to whole blocks.
-        outer: what shares one outer scale: "row" (default of nvfp4_exact and fp8), "tensor" (default of
-        nvfp4),
+        outer: what shares an outer scale: "row" (default of nvfp4_exact, fp8), "tensor" (default of nvfp4),
             "image" (an index of axis 0), "head" ((batch, seq, heads, dim): a batch and head), or exponents e
-            of given scales 2^e, one int or an array that broadcasts to the stored shape. "mxfp4" has none.
-        rounding: "nearest". scale_rule: "nvfp4": "te" (Transformer Engine), "four_over_six" (Cook et al.,
-        arXiv:2512.02010, by squared
-            error under a bound of 256; "four_over_six_mae" by absolute error; "..._448" with the bound 448).
-            "mxfp4": "even" (default), "floor" (OCP MX 1.0, 6.3), "rceil", "ceil".
-        search: of "nvfp4_exact": "full" tries four scales a block (quantising a decoded array again changes
-        no
+            of given scales 2^e, an int or an array that broadcasts to the stored rows (*lead, 1). "mxfp4"
+            has none.
+        rounding: "nearest", ties to even.
+        scale_rule: nvfp4: "te" (Transformer Engine), "four_over_six" (arXiv:2512.02010; squared error, bound
+            256; "four_over_six_mae": absolute error; "..._448": bound 448). mxfp4: "even", "floor" (OCP MX
+            1.0, 6.3), "rceil", "ceil".
+        search: of nvfp4_exact: "full" tries four scales a block (decoding and quantising again changes no
             value), "fast" two.
-        nan: "raise" `NonFiniteError`, or "propagate": the block that holds NaN or Inf decodes to NaN ("fp8":
-        the
-            element alone).
-        out: `QuantizedArray` of the same format, shape, axis and framework to write to.
-        stream: None; host arrays have none.
+        nan: "raise", or "propagate": the block that holds NaN or Inf decodes to NaN ("fp8": the element
+            alone).
+        out: `QuantizedArray` made by the same call, to write to.
+        stream: None, as host arrays have none.
 
     Returns:
         `QuantizedArray` of x's framework, with `stats`.
 
     Raises:
-        ShapeError, DTypeError, NonFiniteError, ValueError: each says what was given and what to pass.
+        ShapeError, DTypeError, NonFiniteError, ValueError: what was given and what to pass instead.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> xq = fb.quantize(np.array([[0.5, 6, -3, 1] * 4], np.float32))
@@ -196,32 +182,25 @@ def quantize(
     dispatch.check_stream("quantize", stream)
     fmt, operand = get_format(format), float_operand(x, "x")
     if rounding != "nearest":
-        raise ValueError(
-            f"quantize: rounding={rounding!r}, but only 'nearest' is known; pass rounding='nearest'"
-        )
+        raise ValueError(f"quantize: rounding={rounding!r}, but only rounding='nearest' is known; pass that")
+    axis = _check_axis(axis, operand.array.ndim, operand.shape)
+    return _quantize(operand, fmt, axis, outer, out, {"scale_rule": scale_rule, "search": search, "nan": nan})
+
+
+def _quantize(operand: Operand, fmt: Format, axis: int, outer, out, options: dict) -> QuantizedArray:
     array = operand.array
-    axis = _check_axis(axis, array.ndim, array.shape)
     order = _order(array.ndim, axis)
     rows = _kernels().as_rows(_rows(array, axis))
     lead = tuple(n for i, n in enumerate(array.shape) if i != axis)
     given, outer_scale = _resolve_outer(outer, fmt, rows, lead, axis)
     target = _targets(out, fmt, operand, order) if out is not None else None
-    q = _kernels().quantize_rows(
-        rows, fmt, scale_rule=scale_rule, search=search, nan=nan, out=target, **given
-    )
-    clipped, underflowed, zero, overflow, _ = q.counts.tolist()
-    stats = QuantStats(
-        q.sums[:, 0], q.sums[:, 1], q.sums[:, 2], clipped, underflowed, zero, overflow, operand.dtype
-    )
+    q = _kernels().quantize_rows(rows, fmt, out=target, **options, **given)
+    stats = QuantStats(*q.sums.T, *q.counts[:4].tolist(), operand.dtype)
     scale = outer_scale(q.outer)
     if out is not None:
         return _fill(out, scale, stats)
-    parts = [
-        q.packed.reshape(*lead, -1) if q.packed.size else q.packed.reshape(*lead, q.packed.shape[1]),
-        None if q.block_scale is None else q.block_scale.reshape(*lead, q.block_scale.shape[1]),
-        scale,
-    ]
-    parts = [None if p is None else unwrap(p, operand.framework) for p in parts]
+    parts = [None if p is None else p.reshape(*lead, p.shape[1]) for p in (q.packed, q.block_scale)]
+    parts = [None if p is None else unwrap(p, operand.framework) for p in (*parts, scale)]
     return QuantizedArray(*parts, fmt, array.shape, order, stats)
 
 

@@ -114,7 +114,7 @@ def test_torch_container_pickles_and_copies(rng):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"packed": np.zeros((4, 8), np.uint8)}, r"packed of a nvfp4_exact .* must be \(4, 16\), but is \(4, 8\)"),
+    ({"packed": np.zeros((4, 8), np.uint8)}, r"packed of a nvfp4_exact .* \(4, 16\), but is \(4, 8\)"),
     ({"packed": None}, r"packed .*is None"),
     ({"block_scale": None}, r"block_scale .*must be \(4, 2\), but is None"),
     ({"order": (0, 0)}, r"order \(0, 0\) is not a permutation"),

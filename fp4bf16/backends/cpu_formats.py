@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from . import simd
-from .simd import bits, from_bits, lane, load, select, splat, store
+from .simd import bits, from_bits, lane, load, max_lane, select, splat, store
 
 f32, i32 = np.float32, np.int32
 # x + 1.5 * 2^(23 - n) rounds x to a multiple of 2^-n, half to even, and leaves x * 2^n in the low bits.
@@ -148,3 +148,22 @@ def e2m1_decode(c):
     a = c & i32(7)
     twice = select(a < i32(4), a, select(a < i32(6), (a << i32(1)) - i32(4), (a << i32(2)) - i32(16)))
     return from_bits(bits(simd.to_f32(twice)) | ((c & i32(8)) << i32(28)))
+
+
+# ---- rows --------------------------------------------------------------------------------------------------
+@inline
+def row_amax(x, base, k):
+    """Bits of the largest finite magnitude of a row."""
+    top = splat(i32(0))
+    for j in range(0, k, 16):
+        a = bits(load_block(x, base + j, k - j)) & ABS
+        top = select(a > top, a, top)
+    amax = max_lane(top)
+    if amax < INF_BITS:
+        return amax
+    top = splat(i32(0))
+    for j in range(0, k, 16):
+        a = bits(load_block(x, base + j, k - j)) & ABS
+        a = select(a < INF_BITS, a, splat(i32(0)))
+        top = select(a > top, a, top)
+    return max_lane(top)

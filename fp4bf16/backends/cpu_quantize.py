@@ -226,10 +226,12 @@ def quantize_rows(
     """Quantise the rows of `x` (R, K), bit-equal to `python_ref.quantize.quantize`.
 
     Args:
-        x: float32, bfloat16 (or its bits as uint16), float16 or float64. outer_rows: decode scales, one a row
-        or a single one; powers of two for "nvfp4_exact". None: from `amax`. amax: largest magnitudes, float32
-        (R,), of the group that shares each row's outer scale; None: of the row. out: (packed, block_scale) to
-        write to, C-contiguous uint8.
+        x: float32, bfloat16 (or its bits as uint16), float16 or float64.
+        outer_rows: decode scales, one a row or a single one; powers of two for "nvfp4_exact". None: from
+            `amax`.
+        amax: largest magnitudes, float32 (R,), of the group that shares each row's outer scale; None: of the
+            row.
+        out: (packed, block_scale) to write to, C-contiguous uint8.
     """
     fmt, x = get_format(fmt), as_rows(x)
     rows, k = x.shape

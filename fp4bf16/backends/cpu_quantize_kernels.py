@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..python_ref.quantize import INVERSE, PAIR_EDGE, SCALE, SCALE_BYTE
 from . import simd
 from .cpu_formats import (
     ABS,
@@ -39,51 +40,41 @@ from .cpu_formats import (
     minimum,
     outer_exponent,
     power_of_two,
+    row_amax,
     scalar_bits,
     scalar_from_bits,
     scale_index,
     sign_code,
     store_block,
     with_sign,
-)  # fmt: skip
-from .simd import bits, count, from_bits, max_lane, offset, pointer, select, splat, sum_lanes, to_f64
+)
+from .simd import (
+    bits,
+    count,
+    from_bits,
+    lane,
+    max_lane,
+    offset,
+    pointer,
+    select,
+    splat,
+    sum_everywhere,
+    sum_lanes,
+    to_f64,
+)
 
 CODES, VALUES, STATS = 1, 2, 4
 CLIPPED, UNDERFLOWED, ZERO, OVERFLOW, NONFINITE = range(5)
 
 # Clipping is counted beyond what the rounding of 1/s can cause.
 SIX_PLUS, TOP_PLUS = f32(6 * (1 + 2**-20)), f32(448 * (1 + 2**-20))
-BYTE = np.array([8 * (7 + k) + m for k in range(-6, 6) for m in (0, 2, 4)] + [0x68], np.uint8)  # (37,)
-SCALE = E4M3[BYTE]  # (37,) the scales of nvfp4_exact
-INVERSE = f32(1) / SCALE
 # (4m)^2 4^k. Block errors are sums of 16 squares of multiples of 1/16 under 10, so that float32 holds them
 # and these products exactly: the integers of the reference, in another unit.
 WEIGHT = np.array([m * m * 4.0**k for k in range(-6, 6) for m in (4, 5, 6)] + [16 * 4.0**6], f32)
-_BELOW = np.append(f32(0.75) * SCALE[0], SCALE[:-1])
-PAIR_EDGE = SIX * (_BELOW + np.array([0.5, 0.5, 0.625] * 12 + [0.5], f32) * (SCALE - _BELOW))
 # Candidates of the fast search: [lower or upper part of the interval, g].
 _G = np.arange(37)
 PAIR_A = np.clip(np.stack([_G - 1, _G - (_G % 3 == 1)]), 0, 36)
 PAIR_B = np.clip(np.stack([_G + 1, _G + (_G % 3 != 1)]), 0, 36)
-
-
-# ---- rows --------------------------------------------------------------------------------------------------
-@inline
-def row_amax(x, base, k):
-    """Bits of the largest finite magnitude of a row."""
-    top = splat(i32(0))
-    for j in range(0, k, 16):
-        a = bits(load_block(x, base + j, k - j)) & ABS
-        top = select(a > top, a, top)
-    amax = max_lane(top)
-    if amax < INF_BITS:
-        return amax
-    top = splat(i32(0))
-    for j in range(0, k, 16):
-        a = bits(load_block(x, base + j, k - j)) & ABS
-        a = select(a < INF_BITS, a, splat(i32(0)))
-        top = select(a > top, a, top)
-    return max_lane(top)
 
 
 @kernel
@@ -93,33 +84,49 @@ def amax_rows(x, k, start, stop, amax):
         amax[r] = scalar_from_bits(row_amax(x, r * k, k))
 
 
+# The choice between scales stays in vector registers: as a branch it would be mispredicted every other time.
 @inline
-def candidate_error(a, index):
-    """Squared error of the block `a` >= 0 under scale `index`, in the reference's integers times 4^-10."""
+def candidate(a, index):
+    """(a / s, squared error of the block `a` >= 0 in every lane) under scale `index`: the integers of the
+    reference times 4^-10.
+    """
     v = a * INVERSE[index]
     fine = (minimum(v, FINE_MAX) + ROUND_16TH) - ROUND_16TH
     d = fine - e2m1_value(minimum(v, SIX))
-    return sum_lanes(d * d) * WEIGHT[index]
+    return v, sum_everywhere(d * d) * WEIGHT[index]
+
+
+@inline
+def better(a, index, best_v, best_index, best):
+    """The best so far, or `index` if its error is smaller."""
+    v, error = candidate(a, index)
+    smaller = error < best
+    return (
+        select(smaller, v, best_v),
+        select(smaller, splat(i32(index)), best_index),
+        select(smaller, error, best),
+    )
 
 
 @inline
 def search_full(a, g):
-    best_index = max(g - 1, 0)
-    best = candidate_error(a, best_index)
-    for c in range(3):
-        index = min(g + c, 36)
-        error = candidate_error(a, index)
-        better = error < best
-        best_index = index if better else best_index
-        best = error if better else best
-    return best_index
+    """(a / s, index of s in every lane) of the best of g - 1 to g + 2, the smallest where several are."""
+    first = max(g - 1, 0)
+    v, error = candidate(a, first)
+    index = splat(i32(first))
+    v, index, error = better(a, g, v, index, error)
+    v, index, error = better(a, min(g + 1, 36), v, index, error)
+    v, index, error = better(a, min(g + 2, 36), v, index, error)
+    return v, index
 
 
 @inline
 def search_fast(a, amax, g):
-    upper = 1 if amax > PAIR_EDGE[g] else 0
+    upper = i32(amax > PAIR_EDGE[g])
     first, second = PAIR_A[upper, g], PAIR_B[upper, g]
-    return second if candidate_error(a, second) < candidate_error(a, first) else first
+    v, error = candidate(a, first)
+    v, index, error = better(a, second, v, splat(i32(first)), error)
+    return v, index
 
 
 @inline
@@ -178,15 +185,15 @@ def exact_rows(x, k, start, stop, decode, find_outer, full, mode, packed, scale,
             a = from_bits(x_bits & ABS) * encode
             amax = scalar_from_bits(top) * encode
             g = scale_index(scalar_bits(amax))
-            index = search_full(a, g) if full else search_fast(a, amax, g)
-            v = a * INVERSE[index]
+            v, chosen = search_full(a, g) if full else search_fast(a, amax, g)
+            index = lane(chosen, 0)
             clipped += count(v > SIX_PLUS)
             overflow += amax > f32(288)
             underflowed += amax < f32(6 * 2**-6)
             v = minimum(v, SIX)
             if mode & CODES:
                 simd.store_nibbles(packed, 8 * at, e2m1_code(v) | sign_code(x_bits))
-                scale[at] = BYTE[index]
+                scale[at] = SCALE_BYTE[index]
             if mode & (VALUES | STATS):
                 q = (e2m1_value(v) * SCALE[index]) * outer
                 if mode & VALUES:
@@ -206,50 +213,36 @@ def nvfp4_multiplier(byte, decode):
 
 
 @inline
-def four_over_six_error(a, byte, decode, amax, bound6, absolute):
-    """Summed in lane order in float32: the order is part of the rule."""
-    code = e2m1_value(minimum(a * nvfp4_multiplier(byte, decode), SIX))
-    d = ((code * E4M3[byte]) * amax) / splat(bound6) - a
-    term = from_bits(bits(d) & ABS) if absolute else d * d
-    return simd.sum_in_order(term)
+def four_over_six_try(a, byte, decode, amax, bound6, absolute):
+    """(`a` scaled by one candidate, errors of its elements), in float32 and in this order, which is part of
+    the rule.
+    """
+    v = a * nvfp4_multiplier(byte, decode)
+    d = ((e2m1_value(minimum(v, SIX)) * E4M3[byte]) * amax) / splat(bound6) - a
+    return v, from_bits(bits(d) & ABS) if absolute else d * d
 
 
 @inline
-def four_over_six_byte(a, top, encode, decode, amax, bound6, absolute):
+def four_over_six(a, top, encode, decode, amax, bound6, absolute):
+    """(scaled block, scale byte): the block's amax at 4 where that has the smaller error, else at 6."""
     base = top / SIX * encode
     byte4, byte6 = e4m3_byte(min(base * f32(1.5), f32(448))), e4m3_byte(min(base, f32(448)))
-    error4 = four_over_six_error(a, byte4, decode, amax, bound6, absolute)
-    return byte4 if error4 < four_over_six_error(a, byte6, decode, amax, bound6, absolute) else byte6
+    v4, terms4 = four_over_six_try(a, byte4, decode, amax, bound6, absolute)
+    v6, terms6 = four_over_six_try(a, byte6, decode, amax, bound6, absolute)
+    error4, error6 = simd.sums_in_order(terms4, terms6)
+    four = splat(error4) < splat(error6)
+    return select(four, v4, v6), lane(select(four, splat(i32(byte4)), splat(i32(byte6))), 0)
 
 
 @kernel
 def nvfp4_rows(
-    x,
-    k,
-    start,
-    stop,
-    amax,
-    encode,
-    decode,
-    find_outer,
-    rule,
-    bound6,
-    mode,
-    packed,
-    scale,
-    values,
-    sums,
-    total,
-):
+    x, k, start, stop, amax, encode, decode, find_outer, rule, bound6, mode, packed, scale, values,
+    sums, total,
+):  # fmt: skip
     """`rule`: 0 Transformer Engine, 1 four-over-six by squared error, 2 by absolute error."""
-    x, decode, total, sums = pointer(x), pointer(decode), pointer(total), pointer(sums)
-    packed, scale, values, amax, encode = (
-        pointer(packed),
-        pointer(scale),
-        pointer(values),
-        pointer(amax),
-        pointer(encode),
-    )
+    x, total, sums = pointer(x), pointer(total), pointer(sums)
+    amax, encode, decode = pointer(amax), pointer(encode), pointer(decode)
+    packed, scale, values = pointer(packed), pointer(scale), pointer(values)
     blocks = (k + 15) // 16
     clipped = underflowed = zero = overflow = nonfinite = 0
     for r in range(start, stop):
@@ -273,10 +266,10 @@ def nvfp4_rows(
             top = scalar_from_bits(top_bits)
             unrounded = top * s_sixth
             if rule == 0:
-                byte = e4m3_byte(min(unrounded, f32(448)))
+                byte = i32(e4m3_byte(min(unrounded, f32(448))))
+                v = a * nvfp4_multiplier(byte, decode[r])
             else:
-                byte = four_over_six_byte(a, top, encode[r], decode[r], amax[r], bound6, rule == 2)
-            v = a * nvfp4_multiplier(byte, decode[r])
+                v, byte = four_over_six(a, top, encode[r], decode[r], amax[r], bound6, rule == 2)
             clipped += count(v > SIX_PLUS) if byte else 0
             overflow += unrounded > f32(464)
             underflowed += byte == 0

@@ -427,6 +427,23 @@ def count(typingctx, mask):
 
 
 @intrinsic
+def sum_everywhere(typingctx, value):
+    """The sum of the lanes in every lane; lane i is added to lane i ^ 8, then ^ 4, ^ 2, ^ 1."""
+    if not _is(value, F32):
+        return None
+
+    def codegen(context, builder, signature, args):
+        total = args[0]
+        for step in (8, 4, 2, 1):
+            other = [_index(i ^ step) for i in range(LANES)]
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), other)
+            total = builder.fadd(total, builder.shuffle_vector(total, total, mask))
+        return total
+
+    return value(value), codegen
+
+
+@intrinsic
 def sum_lanes(typingctx, value):
     """Sum of the lanes: lane i with i + 8, then + 4, + 2, + 1, in that order."""
     if not _is(value, F32, F64, I32):
@@ -451,13 +468,21 @@ def sum_lanes(typingctx, value):
 
 
 @intrinsic
-def sum_in_order(typingctx, value):
-    """Sum of float32 lanes: ((lane 0 + lane 1) + lane 2) + ..."""
-    if not _is(value, F32):
+def sums_in_order(typingctx, first, second):
+    """The sums of two vectors of float32, ((lane 0 + lane 1) + lane 2) + ..., side by side in one chain of
+    additions.
+    """
+    if not _is(first, F32) or first != second:
         return None
+    pair = types.UniTuple(types.float32, 2)
 
     def codegen(context, builder, signature, args):
-        zero = ir.Constant(ir.FloatType(), 0.0)
-        return _call(builder, "llvm.vector.reduce.fadd.v16f32", ir.FloatType(), zero, args[0])
+        total = None
+        for i in range(LANES):
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), 2), [_index(i), _index(LANES + i)])
+            term = builder.shuffle_vector(*args, mask)
+            total = term if total is None else builder.fadd(total, term)
+        sums = [builder.extract_element(total, _index(i)) for i in range(2)]
+        return context.make_tuple(builder, pair, sums)
 
-    return types.float32(value), codegen
+    return pair(first, second), codegen
