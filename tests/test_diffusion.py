@@ -92,7 +92,8 @@ def test_samplers_find_what_a_perfect_model_knows(prediction, rng):
         ddim(model, start, None, schedule, 7, prediction=prediction, eta=1.0, noise=draw), x0, atol=1e-6
     )
     np.testing.assert_allclose(
-        ancestral(model, start, None, schedule, 50, prediction=prediction, noise=draw), x0, atol=1e-6)  # fmt: skip
+        ancestral(model, start, None, schedule, 50, prediction=prediction, noise=draw), x0, atol=1e-6
+    )
 
 
 def test_ancestral_is_ddim_with_eta_one(rng):
@@ -203,8 +204,13 @@ def test_equals_diffusers(rng):
     import torch
 
     peer = diffusers.DDIMScheduler(
-        num_train_timesteps=1000, beta_schedule="squaredcos_cap_v2", prediction_type="v_prediction",
-        clip_sample=False, timestep_spacing="trailing", set_alpha_to_one=True)  # fmt: skip
+        num_train_timesteps=1000,
+        beta_schedule="squaredcos_cap_v2",
+        prediction_type="v_prediction",
+        clip_sample=False,
+        timestep_spacing="trailing",
+        set_alpha_to_one=True,
+    )
     schedule = cosine(1000)
     np.testing.assert_allclose(schedule.alpha_bar, peer.alphas_cumprod.numpy(), rtol=2e-3, atol=1e-7)
     peer.set_timesteps(10)

@@ -222,7 +222,8 @@ def test_health():
 def test_reward_is_checked_in_a_rollout(rng):
     """Also in the middle of one: a short or a NaN answer is a sentence, not a label."""
     for bad, sentence in ((lambda x, p: x.mean((1, 2, 3))[1:], r"returned shape \(35,\) for 36 pictures"),
-                          (lambda x, p: np.full(len(x), np.nan), "returned nan for picture 0 \\('a'\\)")):  # fmt: skip
+                          (lambda x, p: np.full(len(x), np.nan), "returned nan for picture 0 "
+                                                                 "\\('a'\\)")):  # fmt: skip
         with pytest.raises(RewardError, match=sentence):
             rollout(_draw, bad, _seeds(rng), ["a", "b", "c"], Settings(keep=4))
 

@@ -61,8 +61,10 @@ def dpo_loss(
     shapes = {np.shape(x) for x in (chosen, rejected, reference_chosen, reference_rejected)}
     if len(shapes) != 1 or len(shapes.pop()) != 1:
         raise ShapeError(
-            f"dpo_loss: errors have shapes chosen {np.shape(chosen)}, rejected {np.shape(rejected)}, reference "
-            f"{np.shape(reference_chosen)} and {np.shape(reference_rejected)}; give four arrays of one value a pair"
+            f"dpo_loss: errors have shapes chosen {np.shape(chosen)}, rejected {np.shape(rejected)}, "
+            "reference "
+            f"{np.shape(reference_chosen)} and {np.shape(reference_rejected)}; give four arrays of one "
+            "value a pair"
         )
     reward_chosen = beta / 2 * (reference_chosen - chosen)
     reward_rejected = beta / 2 * (reference_rejected - rejected)

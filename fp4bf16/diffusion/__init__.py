@@ -9,7 +9,23 @@ from .samplers import SAMPLERS, ancestral, ddim, generate
 from .schedules import PREDICTIONS, SCHEDULES, Schedule, check_prediction, cosine, get_schedule, linear
 
 __all__ = [
-    "EMA", "PREDICTIONS", "SAMPLERS", "SCHEDULES", "Schedule", "ancestral", "check_prediction", "cosine", "ddim",
-    "generate", "get_schedule", "integers", "linear", "normal", "permutation", "picture_errors", "squared_error",
-    "subseed", "uniform",
-]  # fmt: skip
+    "EMA",
+    "PREDICTIONS",
+    "SAMPLERS",
+    "SCHEDULES",
+    "Schedule",
+    "ancestral",
+    "check_prediction",
+    "cosine",
+    "ddim",
+    "generate",
+    "get_schedule",
+    "integers",
+    "linear",
+    "normal",
+    "permutation",
+    "picture_errors",
+    "squared_error",
+    "subseed",
+    "uniform",
+]

@@ -25,8 +25,11 @@ class Series:
     faint: bool = False  # a raw signal behind its average
 
     def points(self) -> list[tuple[float, float]]:
-        return [(float(a), float(b)) for a, b in zip(self.x, self.y, strict=True)
-                if b is not None and math.isfinite(b)]  # fmt: skip
+        return [
+            (float(a), float(b))
+            for a, b in zip(self.x, self.y, strict=True)
+            if b is not None and math.isfinite(b)
+        ]
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -60,8 +63,15 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}".replace("e-0", "e-")
 
 
-def line_chart(series: Sequence[Series], x_label: str, y_label: str, *, limits: tuple[float, float] | None = None,
-               marks: Sequence[tuple[float, str]] = (), description: str = "") -> str:  # fmt: skip
+def line_chart(
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    *,
+    limits: tuple[float, float] | None = None,
+    marks: Sequence[tuple[float, str]] = (),
+    description: str = "",
+) -> str:
     """SVG of `series` in one frame; `limits` fixes the y axis, `marks` are labelled horizontal lines."""
     points = [p for s in series for p in s.points()]
     if not points:
@@ -78,8 +88,10 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, *, limits: 
     def py(y: float) -> float:
         return HEIGHT - BOTTOM - (min(max(y, y0), y1) - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM)
 
-    out = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg">',
-           f"<title>{html.escape(description or y_label)}</title>"]  # fmt: skip
+    out = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg">',
+        f"<title>{html.escape(description or y_label)}</title>",
+    ]
     for y in y_ticks:
         out.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" stroke="{RULE}"/>'
@@ -88,9 +100,12 @@ def line_chart(series: Sequence[Series], x_label: str, y_label: str, *, limits: 
     for x in x_ticks:
         if x0 <= x <= x1:
             out.append(_text(px(x), HEIGHT - BOTTOM + 18, number(x), "middle"))
-    for y, name in marks:
-        out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" stroke="{MUTED}" '
-                   f'stroke-dasharray="4 4"/>')  # fmt: skip
+    for y, _ in marks:
+        out.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py(y):.1f}" y2="{py(y):.1f}" '
+            f'stroke="{MUTED}" '
+            f'stroke-dasharray="4 4"/>'
+        )
     labels = [(py(y), name, MUTED) for y, name in marks]
     labels += _lines(series, px, py, out)
     out += _labels(labels)

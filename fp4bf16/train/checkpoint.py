@@ -27,7 +27,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Written beside it, flushed to the disk, renamed over it, and the folder flushed too (a rename is durable
     only after that).
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(data)

@@ -24,7 +24,8 @@ def add_parsers(subparsers: Any) -> None:
     train = subparsers.add_parser(
         "train",
         help="train a small diffusion model, then align it by DPO",
-        description="Trains a diffusion model on pictures in two drawing styles, explores on the FP4 track, labels and "
+        description="Trains a diffusion model on pictures in two drawing styles, explores on the FP4 track, "
+        "labels and "
         "trains on BF16, and writes a report. The same command again goes on where the run was left.",
     )
     # No argparse choices: an unknown preset gets a sentence with the nearest name.
@@ -117,15 +118,19 @@ def plan(config: Config) -> str:
     cost = a.prompts * (a.seeds * a.explore_steps + a.keep * a.steps)
     return "\n".join(
         [
-            f"model     {model.unet.parameter_count() / 1e6:.2f} M parameters, {config.size} x {config.size} pixels, "
+            f"model     {model.unet.parameter_count() / 1e6:.2f} M parameters, {config.size} x "
+            f"{config.size} pixels, "
             f"{len(model.vocabulary)} words",
             f"data      {len(trained)} captions in two styles for the base and the prompts",
             f"base      {b.steps} steps of {b.batch} pictures",
             f"judges    2 x {j.steps} steps of {j.batch} pictures",
-            f"align     {a.iterations} iterations: {a.prompts} prompts x {a.seeds} seeds x {a.explore_steps} steps on "
-            f"{a.explore_track}, {a.select}, {a.keep} a prompt x {a.steps} steps on bf16 ({cost} evaluations), "
+            f"align     {a.iterations} iterations: {a.prompts} prompts x {a.seeds} seeds x "
+            f"{a.explore_steps} steps on "
+            f"{a.explore_track}, {a.select}, {a.keep} a prompt x {a.steps} steps on bf16 ({cost} "
+            "evaluations), "
             f"{a.prompts * a.keep // 2} pairs x {a.timesteps} timesteps of DPO",
-            f"evaluate  {config.eval.captions or 'all'} captions x {config.eval.seeds} seeds x {config.eval.steps} steps, "
+            f"evaluate  {config.eval.captions or 'all'} captions x {config.eval.seeds} seeds x "
+            f"{config.eval.steps} steps, "
             f"base and aligned",
         ]
     )
@@ -163,14 +168,16 @@ def train_command(arguments: argparse.Namespace) -> int:
         )
         return 130
     print(
-        f"finished: held-out judge {s['heldout_gain']:+.1f} points (95 % interval {s['heldout_gain_low']:+.1f} to "
+        f"finished: held-out judge {s['heldout_gain']:+.1f} points (95 % interval "
+        f"{s['heldout_gain_low']:+.1f} to "
         f"{s['heldout_gain_high']:+.1f}) on {s['pictures']} pictures, reward {number(s['reward_base'])} -> "
         f"{number(s['reward'])}, {s['seconds']:.0f} s, {s['peak_rss_mb']:.0f} MB"
     )
     for guard in s["guards"]:
         if not guard["holds"]:
             print(
-                f"guard broken: {guard['name']} is {number(guard['aligned'])}, allowed is {number(guard['low'])} to "
+                f"guard broken: {guard['name']} is {number(guard['aligned'])}, allowed is "
+                f"{number(guard['low'])} to "
                 f"{number(guard['high'])}: do not believe the gain"
             )
     print(f"report: {out / 'report.html'}")

@@ -11,14 +11,14 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from ..align.rollout import SELECT
 from ..errors import ConfigError, nearest
 from ..tracks import TRACKS
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The UNet, in the words of diffusers' UNet2DModel, on pictures folded by `unshuffle` (space to depth).
-    """
+    """The UNet, in diffusers' words, on pictures folded by `unshuffle` (space to depth)."""
 
     unshuffle: int = 2
     block_out_channels: tuple[int, ...] = (32, 64)
@@ -78,6 +78,7 @@ class AlignConfig:
     batch: int = 64  # pairs times timesteps in one optimizer step
     lr: float = 5e-5
     clip: float = 1.0
+    jitter: int = 1  # largest shift of a pair in pixels
     fidelity_every: int = 3  # iterations between measurements of the rank fidelity
     retries: int = 2  # new seeds tried for a rollout that is not healthy
 
@@ -100,8 +101,9 @@ class Config:
     size: int = 16  # pixels a side
     word: str = "face"  # captions of the policy hold this word; "": all
     winner: str = "noto"
-    route: dict[str, str] = field(default_factory=lambda: {
-        "conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"})  # fmt: skip
+    route: dict[str, str] = field(
+        default_factory=lambda: {"conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"}
+    )
     model: ModelConfig = ModelConfig()
     diffusion: DiffusionConfig = DiffusionConfig()
     base: BaseConfig = BaseConfig()
@@ -130,7 +132,7 @@ PRESETS: dict[str, Config] = {
         base=BaseConfig(steps=6000, batch=64, lr=1e-3, ema=0.999, checkpoint_every=500),
         judge=JudgeConfig(steps=1200, batch=64, width=48),
         align=AlignConfig(iterations=30, prompts=32),
-    ),  # fmt: skip
+    ),
     "ci": Config(
         preset="ci",
         model=ModelConfig(block_out_channels=(16, 32), norm_num_groups=4),
@@ -149,7 +151,7 @@ PRESETS: dict[str, Config] = {
             fidelity_every=1,
         ),
         eval=EvalConfig(seeds=1, captions=24, steps=4),
-    ),  # fmt: skip
+    ),
 }
 
 
@@ -232,54 +234,109 @@ def from_dict(data: dict[str, Any]) -> Config:
     return config
 
 
+#: Fields that must be larger than 0.
+_POSITIVE = (
+    "size",
+    "model.unshuffle",
+    "model.layers_per_block",
+    "model.norm_num_groups",
+    "diffusion.timesteps",
+    "diffusion.chunk",
+    "base.steps",
+    "base.batch",
+    "base.checkpoint_every",
+    "base.lr",
+    "base.clip",
+    "judge.steps",
+    "judge.batch",
+    "align.prompts",
+    "align.seeds",
+    "align.batch",
+    "align.timesteps",
+    "align.lr",
+    "align.clip",
+    "align.beta",
+    "align.explore_steps",
+    "align.steps",
+    "align.fidelity_every",
+    "eval.seeds",
+    "eval.steps",
+)
+
+
 def check(config: Config) -> Config:
-    """Return `config` if a run can be made of it, else raise `ConfigError`: one sentence with the value and
+    """Return `config` if a run can be made of it, else raise `ConfigError`: a sentence with the value and
     the fix.
     """
-    c, a = config, config.align
-    levels = len(c.model.block_out_channels)
-    side = c.size // max(c.model.unshuffle, 1)
-    positive = {
-        "size": c.size, "model.unshuffle": c.model.unshuffle, "model.layers_per_block": c.model.layers_per_block,
-        "model.norm_num_groups": c.model.norm_num_groups, "diffusion.timesteps": c.diffusion.timesteps,
-        "diffusion.chunk": c.diffusion.chunk, "base.steps": c.base.steps, "base.batch": c.base.batch,
-        "base.checkpoint_every": c.base.checkpoint_every, "base.lr": c.base.lr, "judge.steps": c.judge.steps,
-        "judge.batch": c.judge.batch, "align.prompts": a.prompts, "align.seeds": a.seeds, "align.batch": a.batch,
-        "align.timesteps": a.timesteps, "align.lr": a.lr, "align.beta": a.beta, "align.explore_steps": a.explore_steps,
-        "align.steps": a.steps, "align.fidelity_every": a.fidelity_every, "eval.seeds": c.eval.seeds,
-        "eval.steps": c.eval.steps,
-    }  # fmt: skip
-    for name, value in positive.items():
+    for name in _POSITIVE:
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part)
         if not value > 0:
             raise ConfigError(f"{name}: is {value}, but it must be positive")
-    rules = [
-        (32 % c.size == 0, f"size: {c.size} does not divide the pictures' 32 pixels; use 8, 16 or 32"),
-        (c.size % c.model.unshuffle == 0,
-         f"model.unshuffle: {c.model.unshuffle} does not divide size {c.size}; use 1, 2 or 4"),
-        (levels > 0 and side % 2 ** max(levels - 1, 0) == 0,
-         f"model.block_out_channels: {levels} levels halve {side} pixels {levels - 1} times, which does not go; "
-         f"use fewer levels or a larger size"),
-        (len(c.model.attention) == levels,
-         f"model.attention: has {len(c.model.attention)} entries for {levels} levels; give one a level"),
-        (all(n % c.model.norm_num_groups == 0 for n in c.model.block_out_channels),
-         f"model.norm_num_groups: {c.model.norm_num_groups} does not divide block_out_channels "
-         f"{c.model.block_out_channels}; use a common divisor"),
-        (c.winner in ("noto", "twemoji"), f"winner: {c.winner!r} is not a style; use noto or twemoji"),
-        (0 <= c.base.decay <= 1, f"base.decay: is {c.base.decay}, but it is a share between 0 and 1"),
-        (0 <= c.base.drop_caption <= 1, f"base.drop_caption: is {c.base.drop_caption}, but it is a share from 0 to 1"),
-        (0 <= c.base.ema < 1, f"base.ema: is {c.base.ema}, but a decay lies in [0, 1)"),
-        (a.keep % 2 == 0 and 2 <= a.keep <= a.seeds,
-         f"align.keep: is {a.keep} of {a.seeds} seeds; give an even number from 2 to align.seeds"),
-        (a.iterations >= 0, f"align.iterations: is {a.iterations}, but it cannot be negative"),
-        (a.select in ("best_worst", "random"),
-         f"align.select: {a.select!r} is not known{nearest(a.select, ('best_worst', 'random'))}"),
-        (a.explore_track in ("fp4", "bf16"),
-         f"align.explore_track: {a.explore_track!r} is not a track to explore on; use fp4 or bf16"),
-    ]  # fmt: skip
-    for holds, sentence in rules:
+    for holds, sentence in [*_model_rules(config), *_training_rules(config), *_align_rules(config)]:
         if not holds:
             raise ConfigError(sentence)
-    for pattern, track in c.route.items():
+    for pattern, track in config.route.items():
         if track not in TRACKS:
             raise ConfigError(f"route: pattern {pattern!r} has track {track!r}{nearest(track, TRACKS)}")
     return config
+
+
+def _model_rules(c: Config) -> list[tuple[bool, str]]:
+    m, levels = c.model, len(c.model.block_out_channels)
+    side = c.size // m.unshuffle
+    return [
+        (
+            32 % c.size == 0 and c.size >= 8,
+            f"size: {c.size} does not divide the pictures' 32 pixels; use 8, 16 or 32",
+        ),
+        (
+            c.size % m.unshuffle == 0,
+            f"model.unshuffle: {m.unshuffle} does not divide size {c.size}; use 1, 2 or 4",
+        ),
+        (
+            levels > 0 and side % 2 ** max(levels - 1, 0) == 0,
+            f"model.block_out_channels: {levels} levels halve {side} pixels {levels - 1} times, which does "
+            "not go; "
+            "use fewer levels or a larger size",
+        ),
+        (
+            len(m.attention) == levels,
+            f"model.attention: has {len(m.attention)} entries for {levels} levels; give one a level",
+        ),
+        (
+            all(n > 0 and n % m.norm_num_groups == 0 for n in m.block_out_channels),
+            f"model.norm_num_groups: {m.norm_num_groups} does not divide block_out_channels "
+            f"{m.block_out_channels}; "
+            "use a common divisor",
+        ),
+    ]
+
+
+def _training_rules(c: Config) -> list[tuple[bool, str]]:
+    b, width = c.base, c.judge.width
+    return [
+        (c.winner in ("noto", "twemoji"), f"winner: {c.winner!r} is not a style; use noto or twemoji"),
+        (0 <= b.decay <= 1, f"base.decay: is {b.decay}, but it is a share from 0 to 1"),
+        (0 <= b.drop_caption <= 1, f"base.drop_caption: is {b.drop_caption}, but it is a share from 0 to 1"),
+        (0 <= b.ema < 1, f"base.ema: is {b.ema}, but a decay is at least 0 and under 1"),
+        (width >= 4 and width % 4 == 0, f"judge.width: is {width}, but it must be a multiple of 4"),
+    ]
+
+
+def _align_rules(c: Config) -> list[tuple[bool, str]]:
+    a = c.align
+    return [
+        (
+            a.keep % 2 == 0 and 2 <= a.keep <= a.seeds,
+            f"align.keep: is {a.keep} of {a.seeds} seeds; give an even number from 2 to align.seeds",
+        ),
+        (a.iterations >= 0, f"align.iterations: is {a.iterations}, but it cannot be negative"),
+        (a.retries >= 0, f"align.retries: is {a.retries}, but it cannot be negative"),
+        (a.select in SELECT, f"align.select: {a.select!r} is not known{nearest(a.select, SELECT)}"),
+        (
+            a.explore_track in ("fp4", "bf16"),
+            f"align.explore_track: {a.explore_track!r} is not a track to explore on; use fp4 or bf16",
+        ),
+    ]

@@ -19,7 +19,8 @@ def require(module: str, purpose: str) -> ModuleType:
     except ImportError as error:
         name = _PACKAGE.get(module.split(".")[0], module.split(".")[0])
         raise ImportError(
-            f"{purpose} needs the package {name}, which is not installed; run: python -m pip install 'fp4bf16[train]'"
+            f"{purpose} needs the package {name}, which is not installed; run: python -m pip install "
+            "'fp4bf16[train]'"
         ) from error
 
 

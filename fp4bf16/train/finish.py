@@ -127,12 +127,16 @@ def write_report(run: Run) -> None:
     config = run.config
     a = config.align
     facts = [
-        f"Preset {config.preset}, seed {config.seed}: a diffusion model of {config.size} x {config.size} pixels learns "
-        f"{len(run.train_pairs)} captions in two drawing styles, then moves towards one of them, {config.winner}, by "
+        f"Preset {config.preset}, seed {config.seed}: a diffusion model of {config.size} x {config.size} "
+        "pixels learns "
+        f"{len(run.train_pairs)} captions in two drawing styles, then moves towards one of them, "
+        f"{config.winner}, by "
         f"preferences that a judge gives to its own pictures.",
         f"In each of {a.iterations} iterations, {a.prompts} prompts x {a.seeds} seeds are explored in "
-        f"{a.explore_steps} steps on the {a.explore_track.upper()} track; {a.keep} of {a.seeds} are made again in "
-        f"{a.steps} steps on the BF16 track, scored anew and paired for Diffusion-DPO. On a CPU the FP4 track is "
+        f"{a.explore_steps} steps on the {a.explore_track.upper()} track; {a.keep} of {a.seeds} are made "
+        "again in "
+        f"{a.steps} steps on the BF16 track, scored anew and paired for Diffusion-DPO. On a CPU the FP4 "
+        "track is "
         f"emulated: the numerics of FP4, not its speed.",
     ]
     page = build_report(json.dumps(config.to_dict(), indent=2), run.folder.metrics(), pairs, facts)

@@ -59,6 +59,10 @@ class RunFolder:
         """
         self._make()
         self._take_lock()
+        for torn in self.path.glob(
+            ".*.tmp"
+        ):  # a write that a crash cut short; the lock says that nobody is at it
+            torn.unlink()
         others = [p.name for p in self.path.iterdir() if not p.name.startswith(".")]
         if not self.config_file.exists():
             if others:

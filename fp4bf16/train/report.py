@@ -13,37 +13,54 @@ from .chart import Series, line_chart, number, smooth
 from .pictures import png
 
 STYLE = """
-:root { color-scheme: light; --ink: #22262b; --muted: #626870; --rule: #e3e5e8; --accent: #2b5f8f; --bad: #a8341c; }
+:root { color-scheme: light; --ink: #22262b; --muted: #626870; --rule: #e3e5e8; --bad: #a8341c; }
 * { box-sizing: border-box; }
-body { margin: 0; background: #fff; color: var(--ink); font: 17px/1.55 Charter, "Bitstream Charter", "Sitka Text",
-  Cambria, Georgia, serif; }
+body {
+  margin: 0; background: #fff; color: var(--ink);
+  font: 17px/1.55 Charter, "Bitstream Charter", "Sitka Text", Cambria, Georgia, serif;
+}
 main { max-width: 72rem; margin: 0 auto; padding: 3rem 1.5rem 5rem; }
 h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .4rem; font-weight: 600; }
 h2 { font-size: 1.3rem; margin: 3.2rem 0 .4rem; font-weight: 600; }
 p { max-width: 44rem; margin: .4rem 0 1rem; }
 .lead, figcaption, .none, footer { color: var(--muted); }
-table, .tile, svg text, figcaption, .pair span { font-family: system-ui, -apple-system, "Segoe UI", Roboto,
-  "Helvetica Neue", Arial, sans-serif; font-variant-numeric: tabular-nums; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1.5rem; margin: 2rem 0; }
+table, .tile, svg text, figcaption, .pair span {
+  font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif;
+  font-variant-numeric: tabular-nums;
+}
+.tiles {
+  display: grid; gap: 1.5rem; margin: 2rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr));
+}
 .tile { border-top: 2px solid var(--ink); padding-top: .6rem; }
 .tile b { display: block; font-size: 1.75rem; font-weight: 600; line-height: 1.2; }
 .tile span { display: block; font-size: .82rem; line-height: 1.35; color: var(--muted); }
 .bad, .tile.bad b { color: var(--bad); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(27rem, 100%), 1fr)); gap: 1.5rem 2.5rem; }
+.charts {
+  display: grid; gap: 1.5rem 2.5rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(27rem, 100%), 1fr));
+}
 figure { margin: 0; }
 figcaption { font-size: .85rem; line-height: 1.4; max-width: 34rem; }
 svg { display: block; width: 100%; height: auto; }
 svg text { font-size: 11.5px; }
-.gallery { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr)); gap: 1.4rem 1.2rem; }
+.gallery {
+  display: grid; gap: 1.4rem 1.2rem;
+  grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr));
+}
 .pair div { display: grid; grid-template-columns: 1fr 1fr; gap: 4px; }
 .pair img { width: 100%; display: block; image-rendering: pixelated; }
 .pair span { font-size: .7rem; color: var(--muted); text-align: center; }
 .pair figcaption { text-align: center; color: var(--ink); font-size: .82rem; margin-top: .15rem; }
 table { border-collapse: collapse; font-size: .88rem; margin: .8rem 0 1.2rem; }
 .scroll { overflow-x: auto; }
-th, td { text-align: right; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th { font-weight: 600; } th:first-child, td:first-child { text-align: left; } td.word { text-align: left; }
-details { margin-top: 2.5rem; } summary { cursor: pointer; } pre { font-size: .8rem; line-height: 1.45; overflow-x: auto; }
+th, td { text-align: right; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--rule); }
+th, td { white-space: nowrap; }
+th { font-weight: 600; }
+th:first-child, td:first-child, td.word { text-align: left; }
+details { margin-top: 2.5rem; }
+summary { cursor: pointer; }
+pre { font-size: .8rem; line-height: 1.45; overflow-x: auto; }
 footer { margin-top: 4rem; font-size: .85rem; border-top: 1px solid var(--rule); padding-top: 1rem; }
 """
 
@@ -147,12 +164,15 @@ def _gallery(pairs: Sequence[dict[str, Any]]) -> str:
         cells.append(
             f'<figure class="pair"><div>{_image(pair["base"], "base: " + caption)}'
             f"{_image(pair['aligned'], 'aligned: ' + caption)}"
-            f"<span>base {number(pair['base_score'], 2)}</span><span>aligned {number(pair['aligned_score'], 2)}</span>"
+            f"<span>base {number(pair['base_score'], 2)}</span><span>aligned "
+            f"{number(pair['aligned_score'], 2)}</span>"
             f"</div><figcaption>{html.escape(caption)}</figcaption></figure>"
         )
     return (
-        "<h2>Before and after</h2><p>Each pair starts from the same noise: the base model on the left, the aligned "
-        "one on the right, with the held-out judge's probability of the winning style. Chosen by position in the "
+        "<h2>Before and after</h2><p>Each pair starts from the same noise: the base model on the left, the "
+        "aligned "
+        "one on the right, with the held-out judge's probability of the winning style. Chosen by position "
+        "in the "
         f'list, not by score.</p><div class="gallery">{"".join(cells)}</div>'
     )
 
@@ -167,7 +187,8 @@ def _figure(svg: str, caption: str) -> str:
 
 def _curves(stages: dict[str, list[dict]]) -> str:
     base, align, probe = stages.get("base", []), stages.get("align", []), stages.get("probe", [])
-    steps, loss = _column(base, "step"), [v for v in _column(base, "loss") if v is not None]
+    base = [line for line in base if line.get("loss") is not None]
+    steps, loss = _column(base, "step"), _column(base, "loss")
     window = max(1, len(loss) // 40)
     start = [line["pixel_distance"] for line in probe[:1] if line.get("pixel_distance")]
     limits = [(1.75 * value, "1.75 x base") for value in start]
@@ -192,7 +213,8 @@ def _curves(stages: dict[str, list[dict]]) -> str:
                 limits=(0, 1),
                 description="Judges on the probe pictures",
             ),
-            "Mean probability of the winning style on the same probe pictures after every iteration: the judge that "
+            "Mean probability of the winning style on the same probe pictures after every iteration: the "
+            "judge that "
             "gives the reward, and the one that nothing was trained on.",
         ),
         _figure(
@@ -207,7 +229,8 @@ def _curves(stages: dict[str, list[dict]]) -> str:
                 limits=(0, 1),
                 description="Rewards of the rollouts",
             ),
-            "Reward of all FP4 rollouts, and of the best and the worst after they were made again in BF16 (these are "
+            "Reward of all FP4 rollouts, and of the best and the worst after they were made again in BF16 "
+            "(these are "
             "the labels).",
         ),
         _figure(
@@ -258,9 +281,12 @@ def _guards(summary: dict) -> str:
         for row in rows
     )
     return (
-        "<h2>Guards</h2><p>A reward can be raised without better pictures: a dot grid over every picture raises "
-        "several independent judges at once. These numbers use no network, and a broken one means that the gain "
-        "above is not to be believed.</p><div class=scroll><table><tr><th>guard</th><th>base</th><th>aligned</th>"
+        "<h2>Guards</h2><p>A reward can be raised without better pictures: a dot grid over every picture "
+        "raises "
+        "several independent judges at once. These numbers use no network, and a broken one means that the "
+        "gain "
+        "above is not to be believed.</p><div "
+        "class=scroll><table><tr><th>guard</th><th>base</th><th>aligned</th>"
         f"<th>limit</th><th></th></tr>{body}</table></div>"
     )
 
@@ -289,7 +315,8 @@ def _fidelity(stages: dict[str, list[dict]], summary: dict) -> str:
             limits=(0, 1),
             description="Rank fidelity",
         ),
-        "Spearman correlation, within each prompt, of the cheap rewards with those of the full BF16 sampling of the "
+        "Spearman correlation, within each prompt, of the cheap rewards with those of the full BF16 "
+        "sampling of the "
         "same seeds.",
     )
     rows = "".join(
@@ -304,13 +331,17 @@ def _fidelity(stages: dict[str, list[dict]], summary: dict) -> str:
     perfect = lines[-1]
     note = (
         f"Perfect ranks are {number(perfect.get('fidelity/perfect_best'))} and "
-        f"{number(perfect.get('fidelity/perfect_worst'))}, random ones {number(perfect.get('fidelity/random'))} "
+        f"{number(perfect.get('fidelity/perfect_worst'))}, random ones "
+        f"{number(perfect.get('fidelity/random'))} "
         f"and {number(perfect.get('fidelity/random'))}."
     )
     return (
-        "<h2>Does the cheap exploration rank as the full sampling does?</h2><p>FP4 rewards choose seeds, they are "
-        f"never labels. {note}</p><div class=charts>{chart}<div class=scroll><table><tr><th>explored with</th>"
-        "<th>Spearman</th><th>hits, best</th><th>hits, worst</th><th>true rank of best</th><th>of worst</th></tr>"
+        "<h2>Does the cheap exploration rank as the full sampling does?</h2><p>FP4 rewards choose seeds, "
+        "they are "
+        f"never labels. {note}</p><div class=charts>{chart}<div class=scroll><table><tr><th>explored "
+        "with</th>"
+        "<th>Spearman</th><th>hits, best</th><th>hits, worst</th><th>true rank of best</th><th>of "
+        "worst</th></tr>"
         f"{rows}</table></div></div>"
     )
 

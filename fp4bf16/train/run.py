@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..align.judges import Judge
+from ..align.rollout import choose_prompts
 from ..diffusion.ema import EMA
 from ..diffusion.noise import subseed
 from ..errors import CheckpointError, ShapeError
@@ -76,6 +77,9 @@ class Run:
             if word
             else (self.pairs.select(role="policy").captions + self.pairs.select(role="evaluation").captions)
         )
+        choose_prompts(
+            self.train_pairs.captions, config.align.prompts, 0, 0
+        )  # too few: said now, not after training
         self.model = Denoiser(config, Vocabulary.of(self.train_pairs.captions))
         self.parameters = self.model.unet.flat
         self.ema = EMA(self.parameters.data, config.base.ema)
@@ -202,15 +206,17 @@ def train(config: Config, out: Path, progress: Progress | None = None) -> dict[s
     progress = progress or Progress()
     folder = RunFolder(out)
     try:
-        resumed = folder.open(config)
         with Stop(progress.say) as stop:
-            run = Run(config, folder, progress, stop)
+            run = Run(config, folder, progress, stop)  # before the folder is touched: it may refuse
+            resumed = folder.open(config)
             if resumed is not None:
                 run.restore(*resumed)
                 for note in folder.notes():
                     progress.say(f"note: {note}")
-                if run.stage != "finished":
-                    progress.say(f"going on with {out}: stage {run.stage}, step {run.step}")
+                where = f"stage {run.stage}, step {run.step}"
+                progress.say(
+                    f"already finished: {out}" if run.stage == "finished" else f"going on with {out}: {where}"
+                )
             return stages.execute(run)
     finally:
         progress.end()

@@ -1,0 +1,175 @@
+"""Killed in each stage and run again: the same final checkpoint, bit for bit, and complete metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from fp4bf16.train import checkpoint
+
+pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+#: Long enough to be hit in every stage, short enough for a test.
+SETTINGS = [
+    "base.steps=16",
+    "base.batch=8",
+    "base.checkpoint_every=5",
+    "judge.steps=12",
+    "judge.batch=16",
+    "judge.width=8",
+    "model.block_out_channels=[8,16]",
+    "align.prompts=3",
+    "align.seeds=4",
+    "align.keep=2",
+    "align.explore_steps=1",
+    "align.steps=2",
+    "align.batch=4",
+    "eval.captions=8",
+    "eval.steps=2",
+    "diffusion.chunk=8",
+]
+STAGES = ("base", "judges", "evaluate_base", "align", "evaluate")
+
+#: Runs the command line, but kills its own process at the n-th line of metrics of a stage, after the line is
+#: written and before anything that follows it; or sends it a signal there.
+HARNESS = """
+import os, sys
+from fp4bf16.train import folder
+stage, number, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+log, seen = folder.RunFolder.log, 0
+def counted(self, **values):
+    global seen
+    log(self, **values)
+    seen += values["stage"] == stage
+    if values["stage"] == stage and seen == number:
+        os.kill(os.getpid(), how)
+folder.RunFolder.log = counted
+sys.argv = ["fp4bf16", *sys.argv[4:]]
+from fp4bf16.__main__ import main
+sys.exit(main())
+"""
+
+
+def command(out: pathlib.Path) -> list[str]:
+    """Arguments of the run that these tests interrupt."""
+    settings = [part for s in SETTINGS for part in ("--set", s)]
+    return ["train", "--preset", "ci", "--out", str(out), *settings]
+
+
+def start(out: pathlib.Path, *kill: object, threads: int = 1) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own; `kill` is (stage, number of the line, signal)."""
+    environment = {**os.environ, "FP4BF16_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    arguments = [str(k) for k in kill] or ["none", "0", "0"]
+    return subprocess.run(
+        [sys.executable, "-c", HARNESS, *arguments, *command(out)],
+        cwd=out.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def positions(out: pathlib.Path) -> list[tuple[str, int | None]]:
+    """(stage, step) of every line of the metrics."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [(line["stage"], line.get("step")) for line in map(json.loads, lines)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> pathlib.Path:
+    """The run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = start(out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_a_run_is_complete(whole):
+    assert positions(whole)[:16] == [("base", s) for s in range(1, 17)]
+    assert positions(whole)[-1] == ("summary", None)
+    assert [p for p in positions(whole) if p[0] == "align"] == [("align", 1), ("align", 2)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_and_run_again_gives_the_same_bytes(stage, whole, tmp_path):
+    out = tmp_path / "run"
+    number = 13 if stage == "base" else 1
+    killed = start(out, stage, number, int(signal.SIGKILL))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert positions(out)[-1][0] == stage
+    again = start(out)
+    assert again.returncode == 0, again.stderr
+    assert positions(out) == positions(whole)
+    assert (out / "checkpoint.safetensors").read_bytes() == (whole / "checkpoint.safetensors").read_bytes()
+    for name in ("base", "aligned", "pairs"):
+        assert (out / f"samples/{name}.png").read_bytes() == (whole / f"samples/{name}.png").read_bytes()
+
+
+def test_killed_while_the_checkpoint_is_written(whole, tmp_path):
+    """A torn temporary file beside a good checkpoint is ignored and cleared away."""
+    out = tmp_path / "run"
+    assert start(out, "align", 1, int(signal.SIGKILL)).returncode == -signal.SIGKILL
+    torn = out / ".checkpoint.safetensors.x1y2.tmp"
+    torn.write_bytes((out / "checkpoint.safetensors").read_bytes()[:1000])
+    assert start(out).returncode == 0
+    assert not torn.exists()
+    assert (out / "checkpoint.safetensors").read_bytes() == (whole / "checkpoint.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_asked_to_stop_saves_and_says_how_to_go_on(number, code, whole, tmp_path):
+    out = tmp_path / "run"
+    stopped = start(out, "base", 7, int(number))
+    assert stopped.returncode == code
+    assert "stopped and saved" in stopped.stderr and "python -m fp4bf16 train --preset ci" in stopped.stderr
+    _, meta = checkpoint.load(out / "checkpoint.safetensors")
+    assert (meta["stage"], meta["step"]) == (
+        "base",
+        7,
+    )  # not the regular checkpoint at step 5: nothing is lost
+    again = start(out)
+    assert again.returncode == 0 and "going on with" in again.stderr and "step 7" in again.stderr
+    assert (out / "checkpoint.safetensors").read_bytes() == (whole / "checkpoint.safetensors").read_bytes()
+
+
+def test_finished_run_says_so_and_changes_nothing(whole):
+    before = {
+        p: (p.stat().st_mtime_ns, p.read_bytes())
+        for p in whole.rglob("*.*")
+        if p.is_file() and p.name != ".lock"
+    }
+    began = time.monotonic()
+    again = start(whole)
+    assert again.returncode == 0 and "already finished" in again.stderr
+    assert time.monotonic() - began < 60
+    for path, (_, content) in before.items():
+        assert path.read_bytes() == content
+
+
+def test_other_thread_count_is_said(tmp_path):
+    out = tmp_path / "run"
+    assert start(out, "align", 1, int(signal.SIGKILL), threads=1).returncode == -signal.SIGKILL
+    again = start(out, threads=2)
+    assert again.returncode == 0
+    assert "1 threads and goes on with 2: the result will not be bit-identical" in again.stderr
+
+
+def test_checkpoint_holds_what_its_format_says(whole):
+    arrays, meta = checkpoint.load(whole / "checkpoint.safetensors")
+    assert meta["stage"] == "finished" and meta["config"]["preset"] == "ci"
+    policy, ema = checkpoint.take(arrays, "policy"), checkpoint.take(arrays, "ema")
+    assert set(policy) == set(ema) == set(checkpoint.take(arrays, "adam.first"))
+    assert "conv_in.weight" in policy and "caption_embedding.weight" in policy
+    assert any(not np.array_equal(policy[k], ema[k]) for k in policy)  # aligned is not base
+    assert {k.split(".")[1] for k in arrays if k.startswith("judge.")} == {"reward", "heldout"}
+    assert arrays["result.base.pictures"].dtype == np.uint8
