@@ -14,6 +14,7 @@ from .formats import Format, QuantizedArray, QuantStats, get_format
 from .interop import BFLOAT16, Operand, common_framework, float_operand, np_dtype, output, unwrap, wrap
 
 MIN_EXPONENT, MAX_EXPONENT = -119, 120
+_TRANSPOSE = 1 << 16  # elements from which NumPy's copy of a transpose is the slower one
 OUTERS = ("default", "row", "image", "head", "tensor")
 
 
@@ -43,6 +44,9 @@ def _order(ndim: int, axis: int) -> tuple[int, ...]:
 
 def _rows(array: np.ndarray, axis: int) -> np.ndarray:
     """The array as (rows, K), blocked axis last; a view where the memory allows."""
+    if axis == 0 and array.ndim == 2 and array.size >= _TRANSPOSE and array.flags.c_contiguous:
+        if array.dtype in (np.float32, BFLOAT16):
+            return _kernels().transposed(array)
     stored = np.moveaxis(array, axis, -1) if axis != array.ndim - 1 else array
     k = stored.shape[-1]
     return np.ascontiguousarray(stored).reshape(math.prod(stored.shape[:-1]), k)

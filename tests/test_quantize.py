@@ -129,10 +129,25 @@ def test_views(rng):
         np.testing.assert_array_equal(fb.quantize(shifted).packed, fb.quantize(array).packed)
 
 
-def test_axis_0_is_the_transpose(rng):
-    w = rng.standard_normal((48, 20)).astype(np.float32)
+def test_read_only_inputs_compile_nothing(rng):
+    from fp4bf16.backends import cpu_quantize_kernels as kernels
+
+    x = rng.standard_normal((4, 40)).astype(np.float32)
+    want = fb.quantize(x)
+    before = len(kernels.exact_rows.signatures), len(kernels.dequantize_rows.signatures)
+    for array in (x, want.packed, want.block_scale, want.outer_scale):
+        array.flags.writeable = False
+    np.testing.assert_array_equal(fb.quantize(x).packed, want.packed)
+    assert np.isfinite(fb.dequantize(want)).all() and fb.quantize(x[:0]).packed.size == 0
+    assert (len(kernels.exact_rows.signatures), len(kernels.dequantize_rows.signatures)) == before
+
+
+@pytest.mark.parametrize("shape", [(48, 20), (300, 257), (4096, 17)])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_axis_0_is_the_transpose(rng, shape, dtype):
+    w = rng.standard_normal(shape).astype(dtype)
     a, b = fb.quantize(w, axis=0), fb.quantize(np.ascontiguousarray(w.T)).T
-    assert a.shape == b.shape == (48, 20) and a.axis == b.axis == 0
+    assert a.shape == b.shape == shape and a.axis == b.axis == 0
     np.testing.assert_array_equal(a.packed, b.packed)
     np.testing.assert_array_equal(fb.dequantize(a), fb.dequantize(b))
 

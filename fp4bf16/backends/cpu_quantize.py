@@ -6,6 +6,7 @@ Rows are cut into one chunk a thread. Statistics are float64 sums of squares, ex
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import numpy as np
@@ -49,16 +50,38 @@ def as_rows(x: np.ndarray) -> np.ndarray:
         raise ShapeError(
             f"quantize_rows: x has shape {x.shape} but two axes are needed; reshape it to (rows, K)"
         )
-    if x.dtype == np.float32 or x.dtype == np.uint16:
-        return x if x.flags.c_contiguous else np.ascontiguousarray(x)
-    if x.dtype == BFLOAT16:
-        return np.ascontiguousarray(x).view(np.uint16)
+    if x.dtype == np.float32 or x.dtype == np.uint16 or x.dtype == BFLOAT16:
+        x = x if x.flags.c_contiguous and x.flags.aligned else x.copy()
+        return x.view(np.uint16) if x.dtype == BFLOAT16 else x
     if x.dtype.kind != "f":
         raise DTypeError(
             f"quantize_rows: x has dtype {x.dtype}, but a float is needed; use x.astype('float32')"
         )
     with np.errstate(over="ignore"):  # float64 beyond float32's range becomes Inf and is dealt with as such
         return np.ascontiguousarray(x, np.float32)
+
+
+def transposed(x: np.ndarray) -> np.ndarray:
+    """C-contiguous (columns, rows) of C-contiguous `x` (rows, columns), float32, bfloat16 or uint16."""
+    rows, columns = x.shape
+    out = np.empty((columns, rows), x.dtype)
+    source, target = (_flat(a.view(np.uint16) if a.dtype == BFLOAT16 else a) for a in (x, out))
+    parallel_chunks(
+        columns, lambda i, j: kernels.transpose(source, rows, columns, i, j, target), _least_rows(rows)
+    )
+    return out
+
+
+def _flat(a: np.ndarray) -> np.ndarray:
+    """One axis over the same memory. Numba compiles a kernel anew for read-only arguments: they get a second
+    view, which lives no longer than the call, and no kernel writes to its inputs.
+    """
+    a = np.ascontiguousarray(a).reshape(-1)
+    if a.flags.writeable:
+        return a
+    if a.size == 0:
+        return np.empty(0, a.dtype)
+    return np.frombuffer((ctypes.c_uint8 * a.nbytes).from_address(a.ctypes.data), a.dtype)
 
 
 def _least_rows(k: int, least: int = _LEAST) -> int:
@@ -83,7 +106,7 @@ def amax_rows(x: np.ndarray) -> np.ndarray:
     """Largest finite magnitude of each row of `x` (R, K), float32 (R,)."""
     x = as_rows(x)
     amax, (rows, k) = np.empty(x.shape[0], np.float32), x.shape
-    flat = x.reshape(-1)
+    flat = _flat(x)
     parallel_chunks(rows, lambda i, j: kernels.amax_rows(flat, k, i, j, amax), _least_rows(k))
     return amax
 
@@ -200,7 +223,7 @@ def _run(x, fmt, outer, amax, scale_rule, search, nan, mode, packed=None, scale=
     sums = np.empty((rows, 3), np.float64) if mode & STATS else _EMPTY[np.float64]
     packed, scale = (_EMPTY[np.uint8] if a is None else a for a in (packed, scale))
     values = _EMPTY[x.dtype.type] if values is None else values
-    run, counts = _launch(fmt, rule, search, x.reshape(-1), k, scales, mode, packed, scale, values, sums)
+    run, counts = _launch(fmt, rule, search, _flat(x), k, scales, mode, packed, scale, values, sums)
     searches = fmt.name == "nvfp4_exact" or rule not in (None, "te")
     parallel_chunks(rows, run, _least_rows(k, _LEAST_SEARCH if searches and fmt.block == 16 else _LEAST))
     total = counts[0] if len(counts) == 1 else sum(counts, np.zeros(5, np.int64))
@@ -286,13 +309,13 @@ def dequantize_rows(packed, block_scale, outer_rows, fmt, k: int, out=None) -> n
         out = np.empty((rows, k), np.float32)
     target = _writable(out, (rows, k), "dequantize_rows").reshape(-1)
     outer = np.ones(rows, np.float32) if outer_rows is None else _per_row(outer_rows, rows)
-    codes = np.ascontiguousarray(packed).reshape(-1)
+    codes = _flat(packed)
     if fmt.block == 0:
         parallel_chunks(
             rows, lambda i, j: kernels.dequantize_fp8_rows(codes, outer, k, i, j, target), _least_rows(k)
         )
         return out
-    scale, half = np.ascontiguousarray(block_scale).reshape(-1), _half(fmt)
+    scale, half = _flat(block_scale), _half(fmt)
 
     def chunk(i, j):
         kernels.dequantize_rows(codes, scale, outer, half, fmt.block, k, i, j, target)
@@ -319,7 +342,7 @@ def expand_rows(packed, block_scale, fmt, out=None) -> np.ndarray:
         raise ValueError(
             "expand: block scales of mxfp4 span 2^-127 to 2^127, which E4M3 does not hold; use dequantize"
         )
-    codes, scale, target = (np.ascontiguousarray(a).reshape(-1) for a in (packed, block_scale, out))
+    codes, scale, target = _flat(packed), _flat(block_scale), out.reshape(-1)
     inexact: list[int] = []
 
     def chunk(i, j):
@@ -341,7 +364,7 @@ def round_bf16(x: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """
     if out is None:
         out = np.empty(x.shape, BFLOAT16)
-    source = np.ascontiguousarray(x, np.float32).reshape(-1)
+    source = _flat(np.asarray(x, np.float32))
     target = _writable(out.reshape(1, -1), (1, source.size), "round_bf16").reshape(-1)
     parallel_chunks(source.size, lambda i, j: kernels.round_bf16(source, i, j, target), _LEAST)
     return out

@@ -423,6 +423,21 @@ def expand_blocks(packed, scale, half_scale, start, stop, out):
 
 
 @kernel
+def transpose(x, rows, columns, start, stop, out):
+    """Columns `start` to `stop` of x (rows, columns) as rows of `out`, in tiles that fit the first-level
+    cache.
+    """
+    x, out = pointer(x), pointer(out)
+    for left in range(start, stop, 16):
+        right = min(left + 16, stop)
+        for top in range(0, rows, 64):
+            bottom = min(top + 64, rows)
+            for j in range(left, right):
+                for i in range(top, bottom):
+                    out[j * rows + i] = x[i * columns + j]
+
+
+@kernel
 def round_bf16(x, start, stop, out):
     """bfloat16 of x, half to even: to uint16 as bits, to float32 as values. NaN stays NaN."""
     x, out = pointer(x), pointer(out)
