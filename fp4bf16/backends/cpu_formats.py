@@ -104,8 +104,8 @@ def e2m1_value(v):
 
 
 @inline
-def e2m1_code(v):
-    """Code of the same: the rounded multiple of the step, plus 0, 2 or 4."""
+def e2m1(v):
+    """(`e2m1_value`, code) of 0 <= v <= 6; the code is the rounded multiple of the step, plus 0, 2 or 4."""
     low, middle = v < TWO, v < FOUR
     magic = select(middle, select(low, splat(ROUND_HALF), splat(ROUND_ONE)), splat(ROUND_TWO))
     zero = select(
@@ -113,7 +113,8 @@ def e2m1_code(v):
         select(low, splat(i32(BITS_HALF)), splat(i32(BITS_ONE - 2))),
         splat(i32(BITS_TWO - 4)),
     )
-    return bits(v + magic) - zero
+    shifted = v + magic
+    return shifted - magic, bits(shifted) - zero
 
 
 @inline

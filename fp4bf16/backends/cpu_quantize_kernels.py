@@ -26,7 +26,7 @@ from .cpu_formats import (
     SIGN,
     SIX,
     SIXTH,
-    e2m1_code,
+    e2m1,
     e2m1_decode,
     e2m1_value,
     e4m3_byte,
@@ -149,11 +149,10 @@ def add_counts(total, clipped, underflowed, zero, overflow, nonfinite):
 
 
 @inline
-def squares(x_bits, q):
-    """float64 lanes of x^2, q^2, (|x| - q)^2."""
+def add_squares(norm, norm_q, norm_e, x_bits, q):
+    """The three float64 sums with x^2, q^2, (|x| - q)^2 added; q >= 0."""
     x64, q64 = to_f64(from_bits(x_bits & ABS)), to_f64(q)
-    d64 = x64 - q64
-    return x64 * x64, q64 * q64, d64 * d64
+    return simd.add_square(norm, x64), simd.add_square(norm_q, q64), simd.add_square(norm_e, x64 - q64)
 
 
 @inline
@@ -190,17 +189,16 @@ def exact_rows(x, k, start, stop, decode, find_outer, full, mode, packed, scale,
             clipped += count(v > SIX_PLUS)
             overflow += amax > f32(288)
             underflowed += amax < f32(6 * 2**-6)
-            v = minimum(v, SIX)
+            code_value, code = e2m1(minimum(v, SIX))
             if mode & CODES:
-                simd.store_nibbles(packed, 8 * at, e2m1_code(v) | sign_code(x_bits))
+                simd.store_nibbles(packed, 8 * at, code | sign_code(x_bits))
                 scale[at] = SCALE_BYTE[index]
             if mode & (VALUES | STATS):
-                q = (e2m1_value(v) * SCALE[index]) * outer
+                q = (code_value * SCALE[index]) * outer
                 if mode & VALUES:
                     store_block(values, base, n, with_sign(q, x_bits))
                 if mode & STATS:
-                    x2, q2, d2 = squares(x_bits, q)
-                    norm, norm_q, norm_e = norm + x2, norm_q + q2, norm_e + d2
+                    norm, norm_q, norm_e = add_squares(norm, norm_q, norm_e, x_bits, q)
         if mode & STATS:
             write_sums(sums, r, norm, norm_q, norm_e)
     add_counts(total, clipped, underflowed, zero, overflow, nonfinite)
@@ -273,17 +271,16 @@ def nvfp4_rows(
             clipped += count(v > SIX_PLUS) if byte else 0
             overflow += unrounded > f32(464)
             underflowed += byte == 0
-            v = minimum(v, SIX)
+            code_value, code = e2m1(minimum(v, SIX))
             if mode & CODES:
-                simd.store_nibbles(packed, 8 * at, e2m1_code(v) | sign_code(x_bits))
+                simd.store_nibbles(packed, 8 * at, code | sign_code(x_bits))
                 scale[at] = byte
             if mode & (VALUES | STATS):
-                q = (e2m1_value(v) * E4M3[byte]) * decode[r]
+                q = (code_value * E4M3[byte]) * decode[r]
                 if mode & VALUES:
                     store_block(values, base, n, with_sign(q, x_bits))
                 if mode & STATS:
-                    x2, q2, d2 = squares(x_bits, q)
-                    norm, norm_q, norm_e = norm + x2, norm_q + q2, norm_e + d2
+                    norm, norm_q, norm_e = add_squares(norm, norm_q, norm_e, x_bits, q)
         if mode & STATS:
             write_sums(sums, r, norm, norm_q, norm_e)
     add_counts(total, clipped, underflowed, zero, overflow, nonfinite)
@@ -328,17 +325,16 @@ def mxfp4_rows(x, k, start, stop, rounding, mode, packed, scale, values, sums, t
                 x_bits = second if h else first
                 v = from_bits(x_bits & ABS) * inverse
                 clipped += count(v > SIX_PLUS)
-                v = minimum(v, SIX)
+                code_value, code = e2m1(minimum(v, SIX))
                 if mode & CODES:
-                    simd.store_nibbles(packed, 16 * at + 8 * h, e2m1_code(v) | sign_code(x_bits))
+                    simd.store_nibbles(packed, 16 * at + 8 * h, code | sign_code(x_bits))
                     scale[at] = byte
                 if mode & (VALUES | STATS):
-                    q = e2m1_value(v) * s
+                    q = code_value * s
                     if mode & VALUES:
                         store_block(values, base + 16 * h, n - 16 * h, with_sign(q, x_bits))
                     if mode & STATS:
-                        x2, q2, d2 = squares(x_bits, q)
-                        norm, norm_q, norm_e = norm + x2, norm_q + q2, norm_e + d2
+                        norm, norm_q, norm_e = add_squares(norm, norm_q, norm_e, x_bits, q)
         if mode & STATS:
             write_sums(sums, r, norm, norm_q, norm_e)
     add_counts(total, clipped, underflowed, zero, 0, nonfinite)
@@ -374,8 +370,8 @@ def fp8_rows(x, k, start, stop, decode, find_outer, mode, packed, values, sums, 
                 if mode & VALUES:
                     store_block(values, base, n, q)
                 if mode & STATS:
-                    x2, q2, d2 = squares(x_bits, from_bits(bits(q) & ABS))
-                    norm, norm_q, norm_e = norm + x2, norm_q + q2, norm_e + d2
+                    magnitude = from_bits(bits(q) & ABS)
+                    norm, norm_q, norm_e = add_squares(norm, norm_q, norm_e, x_bits, magnitude)
         if mode & STATS:
             write_sums(sums, r, norm, norm_q, norm_e)
     add_counts(total, clipped, 0, 0, 0, nonfinite)

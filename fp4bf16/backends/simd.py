@@ -400,6 +400,18 @@ for _function, _sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), (
     )
 
 
+@intrinsic
+def add_square(typingctx, total, value):
+    """total + value * value on float64 lanes, rounded once where the processor has an instruction for it."""
+    if not _is(total, F64) or total != value:
+        return None
+
+    def codegen(context, builder, signature, args):
+        return _call(builder, "llvm.fmuladd.v16f64", args[0].type, args[1], args[1], args[0])
+
+    return total(total, value), codegen
+
+
 # ---- reductions --------------------------------------------------------------------------------------------
 @intrinsic
 def max_lane(typingctx, value):
