@@ -69,6 +69,34 @@ def test_silu_at_the_ends():
     assert np.abs(y[:3]).max() < 1e-30 and y[3] == 200 and y[4] == 3e4 and np.isnan(y[5]) and y[6] == np.inf
 
 
+def test_read_only_inputs_compile_nothing(rng):
+    from fp4bf16.backends import cpu_norm
+
+    x, g = (rng.standard_normal((2, 4, 8)).astype(np.float32) for _ in range(2))
+    w = np.ones(8, np.float32)
+    kernels = (cpu_norm._silu, cpu_norm._silu_vjp, cpu_norm._group_norm, cpu_norm._group_norm_vjp)
+
+    def run(*arrays):
+        for a in arrays:
+            a.flags.writeable = writeable
+        x, g, w = arrays
+        y, mean, rstd = fused.group_norm(x, None, w, w, 2, 1e-6, True)
+        return (
+            y,
+            fused.group_norm_vjp(g, x, None, w, w, 2, True, mean, rstd)[0],
+            fused.silu_vjp(g, x),
+            fused.silu(x),
+        )
+
+    writeable = True
+    want = run(x, g, w)
+    before = [len(k.signatures) for k in kernels]
+    writeable = False
+    for a, b in zip(run(x, g, w), want, strict=True):
+        assert np.array_equal(a, b)
+    assert [len(k.signatures) for k in kernels] == before
+
+
 def test_float64_and_strided_inputs_take_the_plain_path(rng):
     x = rng.standard_normal((4, 6))
     assert fused.silu(x).dtype == np.float64

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from .xp import is_host, namespace
+from .xp import host, is_host, namespace
 
 
 @cache
@@ -39,13 +39,13 @@ def plain_silu_vjp(g: Any, x: Any) -> Any:
 
 def silu(x: Any) -> Any:
     """x * sigmoid(x), any shape."""
-    return _kernels().silu(x) if is_host(x) else plain_silu(x)
+    return _kernels().silu(host(x)) if is_host(x) else plain_silu(x)
 
 
 def silu_vjp(g: Any, x: Any) -> Any:
     """Gradient of `silu` for the output gradient `g`."""
     if is_host(x) and g.dtype == x.dtype:
-        return _kernels().silu_vjp(namespace(x).ascontiguousarray(g), x)
+        return _kernels().silu_vjp(host(g), host(x))
     return plain_silu_vjp(g, x)
 
 
@@ -91,7 +91,7 @@ def group_norm(x: Any, shift: Any, weight: Any, bias: Any, groups: int, eps: flo
         xp = namespace(x)
         if shift is None:
             shift = xp.zeros((x.shape[0], x.shape[2]), x.dtype)
-        return _kernels().group_norm(x, xp.ascontiguousarray(shift), weight, bias, groups, eps, act)
+        return _kernels().group_norm(*map(host, (x, shift, weight, bias)), groups, eps, act)
     return plain_group_norm(x, shift, weight, bias, groups, eps, act)
 
 
@@ -103,15 +103,14 @@ def group_norm_vjp(
         xp = namespace(x)
         if shift is None:
             shift = xp.zeros((x.shape[0], x.shape[2]), x.dtype)
-        args = (xp.ascontiguousarray(shift), weight, bias, groups, act, mean, rstd)
-        return _kernels().group_norm_vjp(xp.ascontiguousarray(g, dtype=x.dtype), x, *args)
+        return _kernels().group_norm_vjp(*map(host, (g, x, shift, weight, bias)), groups, act, mean, rstd)
     return plain_group_norm_vjp(g, x, shift, weight, bias, groups, act, mean, rstd)
 
 
 def column_sums(x: Any) -> Any:
     """Sum of x (..., C) over all but the last axis: (C,); the gradient of a bias."""
     flat = x.reshape(-1, x.shape[-1])
-    return _kernels().column_sums(flat) if is_host(flat) else flat.sum(axis=0)
+    return _kernels().column_sums(host(flat)) if is_host(flat) else flat.sum(axis=0)
 
 
 def softmax(x: Any, axis: int = -1) -> Any:

@@ -41,6 +41,13 @@ def as_array(data: Any) -> Any:
     return data
 
 
+def host(array: Any) -> np.ndarray:
+    """`array` as compiled CPU kernels take it: float32, C-contiguous, writeable (a read-only one would make
+    numba compile the kernel again); copied only where it is not.
+    """
+    return np.require(array, np.float32, "CW")
+
+
 def is_host(array: Any) -> bool:
     """Whether compiled CPU kernels may take `array`: a C-contiguous float32 NumPy array."""
     return type(array) is np.ndarray and array.dtype == np.float32 and array.flags.c_contiguous
