@@ -1,6 +1,7 @@
 """Operands -> backend: the only place that knows both backends.
 
-A backend is a module with one table of functions, `backends.cpu` or `backends.cuda`. Host arrays run on the CPU.
+A backend is a module with one table of functions, `backends.cpu` or `backends.cuda`. Host arrays run
+on the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def table(name: str) -> ModuleType:
 
 
 def backend_name(*operands: Any) -> str:
-    """"cpu" for host operands. Arrays on a device never come this far: `interop.wrap` refuses them in a sentence."""
+    """The CPU: arrays on a device never come this far, `interop.wrap` refuses them in a sentence."""
     return "cpu"
 
 
@@ -39,5 +40,7 @@ def available_backends() -> list[str]:
 def check_stream(op: str, stream: Any) -> None:
     """Host arrays have no stream: the CPU backend has finished when a call returns."""
     if stream is not None:
-        raise ValueError(f"{op}: stream is {stream!r}, but host arrays are computed before the call returns and have "
-                         f"no stream; leave stream=None")  # fmt: skip
+        raise ValueError(
+            f"{op}: stream is {stream!r}, but host arrays are computed before the call returns and have no "
+            f"stream; leave stream=None"
+        )

@@ -21,8 +21,9 @@ _OVERSAMPLING, _POWER_STEPS = 16, 3
 def low_rank(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """float32 factors (K, r), (r, N) of the best rank-r approximation of `w`, singular values shared evenly.
 
-    Above 1024 a side by a randomised range finder with power steps (Halko, Martinsson and Tropp, arXiv:0909.4061,
-    algorithms 4.4 and 5.1), from a fixed seed: the same weight always gives the same factors.
+    Above 1024 a side by a randomised range finder with power steps (Halko, Martinsson and Tropp,
+    arXiv:0909.4061, algorithms 4.4 and 5.1), from a fixed seed: the same weight always gives the same
+    factors.
     """
     if rank == 0 or w.size == 0:
         return np.zeros((w.shape[0], 0), np.float32), np.zeros((0, w.shape[1]), np.float32)
@@ -44,29 +45,30 @@ def low_rank(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
 class DualWeight:
     """W (K, N) as ``W ~ down @ up + twin``: what ``matmul(x, w)`` multiplies on the dual track.
 
-    The product is ``Q(x) @ twin + bf16(x @ down) @ up`` (Li et al., "SVDQuant", arXiv:2411.05007): FP4 for the bulk,
-    a BF16 branch of rank `rank` for the directions that carry most of the weight. Outlier rows of W (columns of x)
-    are left out of both and multiplied in BF16.
+    The product is ``Q(x) @ twin + bf16(x @ down) @ up`` (Li et al., "SVDQuant", arXiv:2411.05007): FP4 for
+    the bulk, a BF16 branch of rank `rank` for the directions that carry most of the weight. Outlier rows of W
+    (columns of x) are left out of both and multiplied in BF16.
 
-    A convolution's weight (O, kh, kw, C) is taken as the matrix (K, N) = (kh kw C, O) of the product with patches;
-    its twin keeps the four axes, blocked along C, one outer scale an output channel.
+    A convolution's weight (O, kh, kw, C) is taken as the matrix (K, N) = (kh kw C, O) of the product with
+    patches; its twin keeps the four axes, blocked along C, one outer scale an output channel.
 
     Args:
-        w: (K, N) or (O, kh, kw, C), float array of NumPy or PyTorch. A bfloat16 array *is* the master, not copied:
-            change it in place (an optimizer step) and call `refresh`. Others are rounded into a master of its own.
+        w: (K, N) or (O, kh, kw, C), float array of NumPy or PyTorch. A bfloat16 array *is* the master, not
+            copied: change it in place (an optimizer step) and call `refresh`. Others are rounded into a
+            master of its own.
         rank: columns of `down`; 0 for no branch; at most min(K, N), larger is cut to that.
         format: FP4 format of the twin and of x in the product.
-        outliers: how many rows of W stay in BF16, those of the largest norm, or their indices (columns of x that
-            are known to hold outliers). Not for convolutions.
+        outliers: how many rows of W stay in BF16, those of the largest norm, or their indices (columns of x
+            that are known to hold outliers). Not for convolutions.
 
     Attributes:
-        master: bfloat16, of w's shape. twin: `QuantizedArray` of the residual, of w's shape, blocked along K (C).
+        master: bfloat16, of w's shape. twin: `QuantizedArray` of the residual, blocked along K (along C).
         down: bfloat16 (K, rank).
         up: bfloat16 (rank, N). outlier_index: int64 (outliers,). Arrays are of the caller's framework.
 
     Raises:
-        ShapeError: `w` has neither two nor four axes, or an outlier index lies outside K. NonFiniteError: `w` holds
-            NaN or Inf.
+        ShapeError: `w` has neither two nor four axes, or an outlier index lies outside K. NonFiniteError: `w`
+            holds NaN or Inf.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> w = fb.DualWeight(np.random.default_rng(0).standard_normal((64, 32)), rank=4)
@@ -80,8 +82,10 @@ class DualWeight:
                  outliers: int | Sequence[int] = 0):  # fmt: skip
         operand = float_operand(w, "w")
         if operand.array.ndim not in (2, 4):
-            raise ShapeError(f"DualWeight: w has shape {operand.shape}, but two axes (K, N), or four (O, kh, kw, C), "
-                             f"are needed; reshape it to a matrix")  # fmt: skip
+            raise ShapeError(
+                f"DualWeight: w has shape {operand.shape}, but two axes (K, N), or four (O, kh, kw, C), are "
+                f"needed; reshape it to a matrix"
+            )
         if int(rank) != rank or rank < 0:
             raise ValueError(f"DualWeight: rank is {rank!r}, but a whole number of at least 0 is needed")
         self.framework, self.shape, self.format = operand.framework, operand.shape, get_format(format)
@@ -100,7 +104,7 @@ class DualWeight:
         return w if w.ndim == 2 else w.reshape(w.shape[0], int(np.prod(w.shape[1:], dtype=np.int64))).T
 
     def refresh(self, w: Any = None) -> DualWeight:
-        """Make branch and twin anew from the master, after writing `w` (K, N) into it if given; returns self."""
+        """Make branch and twin anew from the master, after writing `w` into it if given; returns self."""
         master = float_operand(self.master, "master").array
         if w is not None:
             new = float_operand(w, "w").array
@@ -110,16 +114,18 @@ class DualWeight:
             master[...] = new.astype(BFLOAT16)
         dense = self._matrix(master).astype(np.float32)  # (K, N)
         if not np.isfinite(dense).all():
-            raise NonFiniteError(f"DualWeight: {np.size(dense) - np.isfinite(dense).sum()} of the {dense.size} elements "
-                                 f"of w are NaN or Inf; repair the weight first")  # fmt: skip
+            bad = dense.size - np.isfinite(dense).sum()
+            raise NonFiniteError(
+                f"DualWeight: {bad} of the {dense.size} elements of w are NaN or Inf; repair the weight first"
+            )
         self.outlier_index = self._choose_outliers(dense)
         self._outlier_rows = dense[self.outlier_index]  # (outliers, N) float32 of BF16 values
         dense[self.outlier_index] = 0
         with blas_limit(1):  # whose own threads would spin on, beside the kernels of the next call
             down, up = (m.astype(BFLOAT16) for m in low_rank(dense, self.rank))
         self._down, self._up = down.astype(np.float32), up.astype(np.float32)
-        # From the rounded factors, so that the twin absorbs their rounding. Outlier rows stay exactly zero: D is
-        # orthogonal to them only up to rounding.
+        # From the rounded factors, so that the twin absorbs their rounding. Outlier rows stay exactly zero: D
+        # is orthogonal to them only up to rounding.
         residual = dense - self._down @ self._up
         residual[self.outlier_index] = 0
         self._down[self.outlier_index] = 0
@@ -138,13 +144,17 @@ class DualWeight:
     def _choose_outliers(self, dense: np.ndarray) -> np.ndarray:
         k = dense.shape[0]
         if len(self.shape) == 4 and np.any(self._outliers):
-            raise ShapeError(f"DualWeight: outliers is {self._outliers}, but a convolution's weight {self.shape} has "
-                             f"no outlier rows; pass outliers=0 and keep such layers on the BF16 track")  # fmt: skip
+            raise ShapeError(
+                f"DualWeight: outliers is {self._outliers}, but a convolution's weight {self.shape} has no "
+                f"outlier rows; pass outliers=0 and keep such layers on the BF16 track"
+            )
         if not isinstance(self._outliers, int | np.integer):
             index = np.unique(np.asarray(self._outliers, np.int64))
             if index.size and not (0 <= index[0] and index[-1] < k):
                 bad = index[0] if index[0] < 0 else index[-1]
-                raise ShapeError(f"DualWeight: outliers holds row {bad}, but w {self.shape} has rows 0 to {k - 1}")
+                raise ShapeError(
+                    f"DualWeight: outliers holds row {bad}, but w {self.shape} has rows 0 to {k - 1}"
+                )
             return index
         if not 0 <= self._outliers <= k:
             raise ShapeError(f"DualWeight: outliers is {self._outliers}, but w {self.shape} has {k} rows; "
@@ -152,9 +162,9 @@ class DualWeight:
         norms = np.square(dense, dtype=np.float64).sum(1)
         return np.sort(np.argsort(-norms, kind="stable")[: self._outliers])
 
-    # ---- what the product needs ----------------------------------------------------------------------------------
+    # ---- what the product needs ----------------------------------------------------------------------------
     def branch_factors(self) -> tuple[np.ndarray, np.ndarray]:
-        """float32 (K, r + outliers) and (r + outliers, N): the branch with the outlier rows as further ranks."""
+        """float32 (K, r + outliers), (r + outliers, N): the branch, the outlier rows as further ranks."""
         if not self.outlier_index.size:
             return self._down, self._up
         unit = np.zeros((self.matrix_shape[0], self.outlier_index.size), np.float32)
@@ -166,13 +176,14 @@ class DualWeight:
         return self._matrix(float_operand(self.master, "master").array).astype(np.float32)
 
     def norms(self, track: str = "dual") -> WeightNorms:
-        """What a certificate needs of the weight on "dual" or (the twin alone) "fp4"; computed when first asked for
-        after a `refresh`."""
+        """What a certificate needs on "dual" or (the twin alone) "fp4"; computed once after a `refresh`."""
         if track not in self._norms:
             twin = self._matrix(float_operand(dequantize(self.twin), "twin").array)
             master = self.master_values()
             dual = track == "dual"
-            self._norms[track] = dual_norms(master, twin, *self.branch_factors()) if dual else weight_norms(master, twin)
+            self._norms[track] = (
+                dual_norms(master, twin, *self.branch_factors()) if dual else weight_norms(master, twin)
+            )
         return self._norms[track]
 
     @property
@@ -185,10 +196,12 @@ class DualWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of master, twin, branch and outlier rows (which are rows of the master: not counted twice)."""
+        """Bytes of master, twin and branch (outlier rows are rows of the master)."""
         k, n = self.matrix_shape
         return 2 * k * n + self.twin.nbytes + 2 * self.rank * (k + n)
 
     def __repr__(self) -> str:
-        return (f"DualWeight(shape {self.shape}, rank {self.rank}, {self.format} twin, {self.outlier_index.size} outlier "
-                f"rows, {self.nbytes} bytes)")  # fmt: skip
+        return (
+            f"DualWeight(shape {self.shape}, rank {self.rank}, {self.format} twin, "
+            f"{self.outlier_index.size} outlier rows, {self.nbytes} bytes)"
+        )

@@ -14,7 +14,7 @@ from .formats import Format, QuantizedArray
 from .operands import Arg, as_arg, branch, left_matrix, right_matrix
 from .quantize import quantize
 
-# ---- epilogue ------------------------------------------------------------------------------------------------------
+# ---- epilogue ----------------------------------------------------------------------------------------------
 
 
 class Epilogue:
@@ -34,8 +34,8 @@ class Epilogue:
             want = (columns,) if arg.name == "bias" else shape
             if arg.array is None or arg.shape != want:
                 raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
-                                 f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} the result; "
-                                 f"broadcast it to that shape first")  # fmt: skip
+                                 f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} "
+                                 f"the result; broadcast it to that shape first")  # fmt: skip
             flat = arg.array.reshape(-1, columns) if columns else arg.array.reshape(0, 0)
             if arg.name == "bias":
                 self.bias = flat[0].astype(np.float64 if exact else np.float32)
@@ -62,7 +62,7 @@ def with_branch(hidden: np.ndarray, up: np.ndarray, epilogue: Callable) -> Calla
     return finish
 
 
-# ---- certified -------------------------------------------------------------------------------------------------------
+# ---- certified ---------------------------------------------------------------------------------------------
 
 
 def _activation(kernels, a: Arg, track: str, fmt: Format, k: int) -> tuple[Arg, ActivationNorms]:

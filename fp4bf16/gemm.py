@@ -16,7 +16,7 @@ from .epilogue import Epilogue, certified_product, with_branch
 from .errors import nearest
 from .formats import Format
 from .gemm_vjp import branch_vjp, linear_vjp, matmul_vjp
-from .interop import output
+from .interop import output, unwrap
 from .operands import (
     Arg,
     as_arg,
@@ -38,7 +38,7 @@ from .operands import (
 __all__ = ["DualWeight", "branch_vjp", "linear", "linear_vjp", "matmul", "matmul_vjp"]
 
 
-# ---- the product ---------------------------------------------------------------------------------------------------
+# ---- the product -------------------------------------------------------------------------------------------
 
 
 def _compute(kernels, a: Arg, b: Arg, track: str, fmt: Format, target: np.ndarray, lead, finish) -> None:
@@ -48,8 +48,17 @@ def _compute(kernels, a: Arg, b: Arg, track: str, fmt: Format, target: np.ndarra
         left, right = left_matrix(kernels, a, track, fmt), right_matrix(kernels, b, track, fmt)
         kernels.product(left, right, rows, finish)
         return
-    x, w = whole_operand(kernels, a, track, fmt, right=False), whole_operand(kernels, b, track, fmt, right=True)
+    x, w = (
+        whole_operand(kernels, a, track, fmt, right=False),
+        whole_operand(kernels, b, track, fmt, right=True),
+    )
     kernels.batched(x[None] if x.ndim == 1 else x, w, target, finish)
+
+
+def _two_arrays(a: Arg, b: Arg) -> bool:
+    """Two plain matrices of one framework: nothing is left to check, and small products are over sooner."""
+    plain = a.array is not None and b.array is not None
+    return plain and len(a.shape) == len(b.shape) == 2 and a.framework == b.framework
 
 
 def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify, out, stream, dtype, format):
@@ -58,6 +67,10 @@ def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify,
     result_dtype = result_dtype_of(op, dtype, a, b)
     fmt = choose_format(format, a, b)
     shape, lead = shapes(op, a, b)
+    if not certify and out is bias is activation is residual is None and _two_arrays(a, b):
+        kernels, target = backend_for(a, b), np.empty(shape, result_dtype)
+        kernels.product(left_matrix(kernels, a, track, fmt), right_matrix(kernels, b, track, fmt), target)
+        return unwrap(target, a.framework)
     inputs = memory_of(a, b)
     weight = b.value
     b = part_of_dual(b, track)
@@ -106,28 +119,32 @@ def matmul(
 
     Args:
         a: (..., M, K) or (K,): float array, or a `QuantizedArray` blocked along its last axis.
-        b: (..., K, N) or (K,): float array, `QuantizedArray` blocked along its second last axis, or `DualWeight`.
-        track: "bf16": operands rounded to bfloat16, FP32 sums. "fp4": plain operands are quantised on the fly (a
-            with ``search="fast"``, b with "full"), prepared ones used as they are. "dual": FP4 product plus the BF16
-            branch of a DualWeight. "reference": nothing is rounded, computed in the operands' own dtype. Omitted:
-            "dual" for a DualWeight, "fp4" where an operand is a QuantizedArray, else "bf16".
-        bias: (N,), added first. activation: "silu" or "gelu" (exact, by erf). residual: shape of the result, added
-            last. All in FP32 on the accumulators.
-        certify: True: also return a `Certificate` of the distance to the BF16 track; b must have two axes at most.
-            "bound": the same without the randomised estimate. Norms of a prepared weight are kept; those of a plain b
-            cost several products in FP64 every time.
-        out: array for the result, sharing no memory with an input. dtype: dtype of the result; default: that of the
-            plain operands (float32 if both are quantised, or for a mixture; float64 for a mixture with float64).
-        stream: must be None for host arrays. format: FP4 format of operands quantised on the fly; default: that of
-            the prepared operand, else "nvfp4_exact".
+        b: (..., K, N) or (K,): float array, `QuantizedArray` blocked along its second last axis, or
+            `DualWeight`.
+        track: "bf16": operands rounded to bfloat16, FP32 sums. "fp4": plain operands are quantised on the fly
+            (a with ``search="fast"``, b with "full"), prepared ones used as they are. "dual": FP4 product
+            plus the BF16 branch of a DualWeight. "reference": nothing is rounded, computed in the operands'
+            own dtype. Omitted: "dual" for a DualWeight, "fp4" where an operand is a QuantizedArray, else
+            "bf16".
+        bias: (N,), added first. activation: "silu" or "gelu" (exact, by erf). residual: shape of the result,
+            added last. All in FP32 on the accumulators.
+        certify: True: also return a `Certificate` of the distance to the BF16 track; b must have two axes at
+            most. "bound": the same without the randomised estimate. Norms of a prepared weight are kept;
+            those of a plain b cost several products in FP64 every time.
+        out: array for the result, sharing no memory with an input. dtype: dtype of the result; default: that
+            of the plain operands (float32 if both are quantised, or for a mixture; float64 for a mixture with
+            float64).
+        stream: must be None for host arrays. format: FP4 format of operands quantised on the fly; default:
+            that of the prepared operand, else "nvfp4_exact".
 
     Returns:
         Array of the caller's framework, or ``(array, Certificate)`` with ``certify=True``.
 
     Raises:
-        ShapeError: shapes, or the axis that an operand is blocked along, do not fit. DTypeError: not a float dtype.
-        TypeError: mixed frameworks; track "dual" without a DualWeight. NonFiniteError: NaN or Inf in an operand that
-            is quantised.
+        ShapeError: shapes, or the axis that an operand is blocked along, do not fit. DTypeError: not a float
+            dtype.
+        TypeError: mixed frameworks; track "dual" without a DualWeight. NonFiniteError: NaN or Inf in an
+            operand that is quantised.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> a, b = np.ones((2, 32), np.float32), np.full((32, 3), 0.5, np.float32)
@@ -142,14 +159,15 @@ def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
     """``x @ weight.T + bias`` with a weight (N, K) as PyTorch and diffusers keep it.
 
     Args:
-        x: (..., K). weight: (N, K) float array or `QuantizedArray` blocked along its last axis, or a `DualWeight`
-            (K, N). bias: (N,). Other arguments as for `matmul`.
+        x: (..., K). weight: (N, K) float array or `QuantizedArray` blocked along its last axis, or a
+            `DualWeight` (K, N). bias: (N,). Other arguments as for `matmul`.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> fb.linear(np.ones((4, 32), np.float32), np.ones((8, 32), np.float32), np.ones(8, np.float32))[0, 0]
     np.float32(33.0)
     """
-    x, w = as_arg(x, "x"), linear_weight("linear", x, weight)
+    x = as_arg(x, "x")
+    w = linear_weight("linear", x, weight)
     names = ("track", "activation", "residual", "certify", "out", "stream", "dtype", "format")
     for name in kwargs:
         if name not in names:

@@ -1,7 +1,7 @@
 """Gradients of `matmul` and `linear`: BF16 products with FP32 sums, straight through the quantiser.
 
-dA = g B'^T and dB = A'^T g, with A' and B' the operands that the forward pass multiplied and g rounded to bfloat16
-(Bengio et al., arXiv:1308.3432; the backward of Transformer Engine's NVFP4 recipe keeps high precision likewise).
+dA = g B'^T and dB = A'^T g, with A' and B' the operands that the forward pass multiplied and g rounded to
+bfloat16 (Bengio et al., arXiv:1308.3432).
 """
 
 from __future__ import annotations
@@ -49,14 +49,19 @@ class _Backward:
         self.g, self.a, self.b = as_arg(g, "g"), a, b
         if self.g.array is None:
             raise TypeError(f"{op}: g is a {type(g).__name__}, but a gradient is a plain float array")
-        for name, value, known in (("save", save, ("fp4", "bf16")), ("backward", backward, ("track", "master"))):
+        for name, value, known in (
+            ("save", save, ("fp4", "bf16")),
+            ("backward", backward, ("track", "master")),
+        ):
             if value not in known:
                 raise ValueError(f"{op}: {name}: {value!r} is not known{nearest(value, known)}")
         self.track, self.fmt = choose_track(op, track, a, b), choose_format(format, a, b)
         shape, self.lead = shapes(op, a, b)
         if self.g.shape != shape:
-            raise ShapeError(f"{op}: g has shape {self.g.shape} but the product of {a.name} {a.shape} and {b.name} "
-                             f"{b.shape} has shape {shape}; pass the gradient of that product")  # fmt: skip
+            raise ShapeError(
+                f"{op}: g has shape {self.g.shape} but the product of {a.name} {a.shape} and {b.name} "
+                f"{b.shape} has shape {shape}; pass the gradient of that product"
+            )
         self.framework = check_frameworks(op, [self.g, a, b])
         self.kernels = backend_for(a, b)
         self.rounding = self.track != "reference"
@@ -69,7 +74,9 @@ class _Backward:
             raise TypeError(f"{op}: backward is 'master' but {b.name} is a QuantizedArray, which has none; "
                             f"pass the BF16 weight or a DualWeight")  # fmt: skip
         if self.track_a == "bf16" and self.track != "bf16" and isinstance(a.value, QuantizedArray):
-            raise TypeError(f"{op}: save is 'bf16' but {a.name} is a QuantizedArray; pass the input unquantised")
+            raise TypeError(
+                f"{op}: save is 'bf16' but {a.name} is a QuantizedArray; pass the input unquantised"
+            )
         check_axis(op, a, False, self.track)
         check_axis(op, self.used_b, True, self.track_b)
         m, n = a.shape[-2] if len(a.shape) > 1 else 1, b.shape[-1] if len(b.shape) > 1 else 1
@@ -94,7 +101,7 @@ class _Backward:
             return self.a
         return branch(self.kernels, self.a, w)[0]
 
-    # ---- the two products --------------------------------------------------------------------------------------
+    # ---- the two products ----------------------------------------------------------------------------------
     def grad_a(self):
         array, result = self.result(self.a)
         if len(self.b.shape) > 2:
@@ -161,15 +168,15 @@ def matmul_vjp(
     """Gradients ``(da, db)`` of ``matmul(a, b)`` for the gradient `g` of its result.
 
     Args:
-        g: gradient, of the product's shape. a, b, track, format: as for `matmul`; `a` may be the quantised input
-            that the forward pass kept (4.5 bits an element is all that db needs).
+        g: gradient, of the product's shape. a, b, track, format: as for `matmul`; `a` may be the quantised
+            input that the forward pass kept (4.5 bits an element is all that db needs).
         save: "fp4": db uses the decoded FP4 input on the FP4 and dual tracks; "bf16": the input itself.
         backward: "track": da uses the decoded FP4 weight (and the branch); "master": the BF16 weight.
 
     Returns:
-        da and db in the shapes of a and b, summed over broadcast axes, in their dtypes (that of g for a quantised
-        operand). For a `DualWeight` db is the gradient of the master, dequantize(a)^T g. On the "reference" track
-        they are exact to the operands' own precision.
+        da and db in the shapes of a and b, summed over broadcast axes, in their dtypes (that of g for a
+        quantised operand). For a `DualWeight` db is the gradient of the master, dequantize(a)^T g. On the
+        "reference" track they are exact to the operands' own precision.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> a, b = np.ones((2, 16), np.float32), np.ones((16, 3), np.float32)
@@ -191,18 +198,20 @@ def linear_vjp(
     backward: str = "track",
     format: str | Format | None = None,
 ):
-    """Gradients ``(dx, dweight, dbias)`` of ``linear(x, weight, bias)`` for the gradient `g` (..., N) of its result.
+    """Gradients ``(dx, dweight, dbias)`` of ``linear(x, weight, bias)``; `g` (..., N) is its result's.
 
-    dweight has the shape of `weight`: (N, K), or (K, N) for a `DualWeight`. dbias (N,) is the sum of the rounded g.
-    Arguments as for `matmul_vjp`.
+    dweight has the shape of `weight`: (N, K), or (K, N) for a `DualWeight`. dbias (N,) is the sum of the
+    rounded g. Arguments as for `matmul_vjp`.
 
     >>> import numpy as np, fp4bf16 as fb
-    >>> dx, dw, db = fb.linear_vjp(np.ones((4, 8), np.float32), np.ones((4, 32), np.float32), np.ones((8, 32)))
+    >>> g, x, weight = np.ones((4, 8)), np.ones((4, 32)), np.ones((8, 32))
+    >>> dx, dw, db = fb.linear_vjp(g, x, weight)
     >>> dx.shape, dw.shape, db[0]
-    ((4, 32), (8, 32), np.float32(4.0))
+    ((4, 32), (8, 32), np.float64(4.0))
     """
+    x = as_arg(x, "x")
     w = linear_weight("linear_vjp", x, weight)
-    call = _Backward("linear_vjp", g, as_arg(x, "x"), w, track, save, backward, format)
+    call = _Backward("linear_vjp", g, x, w, track, save, backward, format)
     rows = call.g_rows().whole()
     dbias, result = output("vjp", None, rows.shape[-1:], call.g.dtype, call.framework)
     dbias[...] = rows.sum(0)

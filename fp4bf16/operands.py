@@ -1,4 +1,4 @@
-"""Operands of a product at the door: what they are, whether they fit together, and as which matrices they multiply."""
+"""Operands of a product at the door: what they are, whether they fit, and as which matrices they multiply."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .formats import Format, QuantizedArray, get_format
 from .interop import FLOATS, float_operand, np_dtype, wrap
 from .tracks import resolve_track
 
-# ---- operands ------------------------------------------------------------------------------------------------------
+# ---- operands ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Arg:
-    """An operand at the door: its array (None for a `QuantizedArray` or `DualWeight`), logical shape, framework."""
+    """An operand: its array (None for a `QuantizedArray` or `DualWeight`), logical shape and framework."""
 
     value: Any
     name: str
@@ -33,6 +33,11 @@ def as_arg(x: Any, name: str) -> Arg:
     if isinstance(x, QuantizedArray):
         return Arg(x, name, x.shape, wrap(x.packed, name).framework, None, None)
     if isinstance(x, DualWeight):
+        if len(x.shape) != 2:
+            raise ShapeError(
+                f"{name}: is a DualWeight of a convolution, of shape {x.shape}, but a product needs (K, N); "
+                f"call conv2d, or make one of the reshaped weight"
+            )
         return Arg(x, name, x.shape, x.framework, None, None)
     o = float_operand(x, name)
     return Arg(x, name, o.array.shape, o.framework, o.array, o.array.dtype)
@@ -52,8 +57,8 @@ def check_frameworks(op: str, args: list[Arg]) -> str:
     for other in args[1:]:
         if other.framework != args[0].framework:
             raise TypeError(
-                f"{op}: {args[0].name} is a {args[0].framework} array but {other.name} is a {other.framework} array; "
-                f"convert one of them so that all operands come from one framework"
+                f"{op}: {args[0].name} is a {args[0].framework} array but {other.name} is a "
+                f"{other.framework} array; convert one of them so that all operands come from one framework"
             )
     return args[0].framework
 
@@ -62,8 +67,8 @@ def choose_track(op: str, track: str | None, a: Arg, b: Arg) -> str:
     """Which row of the track table a call is on; the default follows from what the operands are."""
     dual = isinstance(b.value, DualWeight)
     if isinstance(a.value, DualWeight):
-        raise TypeError(f"{op}: {a.name} is a DualWeight, but it can only be the right operand; write x @ w with the "
-                        f"weight on the right")  # fmt: skip
+        raise TypeError(f"{op}: {a.name} is a DualWeight, but it can only be the right operand; write x @ w "
+                        f"with the weight on the right")  # fmt: skip
     quantized = isinstance(a.value, QuantizedArray) or isinstance(b.value, QuantizedArray)
     track = resolve_track(track, "dual" if dual else "fp4" if quantized else "bf16")
     if track == "dual" and not dual:
@@ -82,8 +87,8 @@ def check_axis(op: str, arg: Arg, right: bool, track: str) -> None:
     if q.axis != want:
         side, place = ("right", "second last") if right else ("left", "last")
         raise ShapeError(
-            f"{op}: {arg.name} {q.shape} is blocked along axis {q.axis}, but a {side} operand is blocked along its "
-            f"{place} axis, {want}; pass axis={-2 if right and q.ndim > 1 else -1} to quantize"
+            f"{op}: {arg.name} {q.shape} is blocked along axis {q.axis}, but a {side} operand is blocked "
+            f"along its {place} axis, {want}; pass axis={-2 if right and q.ndim > 1 else -1} to quantize"
         )
 
 
@@ -91,20 +96,24 @@ def shapes(op: str, a: Arg, b: Arg) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(shape of the product, leading axes of it), by np.matmul's rules."""
     for x in (a, b):
         if not x.shape:
-            raise ShapeError(f"{op}: {x.name} has shape (), but at least one axis is needed; multiply by a number with *")
+            raise ShapeError(
+                f"{op}: {x.name} has shape (), but at least one axis is needed; multiply by a number with *"
+            )
     k_a, k_b = a.shape[-1], b.shape[-2 if len(b.shape) > 1 else 0]
     if k_a != k_b:
         raise ShapeError(
-            f"{op}: K of {a.name} {a.shape} is {k_a} but K of {b.name} {b.shape} is {k_b}; the last axis of {a.name} "
-            f"and the {'second last' if len(b.shape) > 1 else 'only'} axis of {b.name} must be equal"
+            f"{op}: K of {a.name} {a.shape} is {k_a} but K of {b.name} {b.shape} is {k_b}; the last axis of "
+            f"{a.name} and the {'second last' if len(b.shape) > 1 else 'only'} axis of {b.name} must be equal"
         )
     lead = a.shape[:-2]
     if len(b.shape) > 2:
         try:
             lead = np.broadcast_shapes(lead, b.shape[:-2])
         except ValueError:
-            raise ShapeError(f"{op}: leading axes of {a.name} {a.shape} are {a.shape[:-2]} but those of {b.name} "
-                             f"{b.shape} are {b.shape[:-2]}; they must be equal or 1") from None  # fmt: skip
+            raise ShapeError(
+                f"{op}: leading axes of {a.name} {a.shape} are {a.shape[:-2]} but those of {b.name} "
+                f"{b.shape} are {b.shape[:-2]}; they must be equal or 1"
+            ) from None
     return lead + a.shape[-2:-1] + (b.shape[-1:] if len(b.shape) > 1 else ()), lead
 
 
@@ -112,8 +121,8 @@ def result_dtype_of(op: str, dtype: Any, a: Arg, b: Arg) -> np.dtype:
     if dtype is not None:
         dtype = np_dtype(dtype, f"{op}: dtype")
         if str(dtype) not in FLOATS:
-            raise DTypeError(f"{op}: dtype is {dtype}, but one of {', '.join(FLOATS)} is needed; leave it out for the "
-                             f"dtype of {a.name}")  # fmt: skip
+            raise DTypeError(f"{op}: dtype is {dtype}, but one of {', '.join(FLOATS)} is needed; leave it "
+                             f"out for the dtype of {a.name}")  # fmt: skip
         return dtype
     known = {x.dtype for x in (a, b) if x.dtype is not None}
     if len(known) == 1:
@@ -121,7 +130,7 @@ def result_dtype_of(op: str, dtype: Any, a: Arg, b: Arg) -> np.dtype:
     return np.dtype("float64" if np.dtype("float64") in known else "float32")
 
 
-# ---- as matrices ----------------------------------------------------------------------------------------------------
+# ---- as matrices -------------------------------------------------------------------------------------------
 
 
 def left_matrix(kernels, arg: Arg, track: str, fmt: Format):
@@ -156,12 +165,20 @@ def whole_operand(kernels, arg: Arg, track: str, fmt: Format, right: bool) -> np
         return kernels.dense(arg.value, rounding=track == "bf16")
     x = arg.array
     if track not in ("fp4", "dual"):
-        matrix = kernels.plain_matrix(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), rounding=track == "bf16", exact=track == "reference")
+        matrix = kernels.plain_matrix(
+            x.reshape(math.prod(x.shape[:-1]), x.shape[-1]),
+            rounding=track == "bf16",
+            exact=track == "reference",
+        )
         return matrix.whole().reshape(x.shape)
     if right and x.ndim > 1:
         x = np.swapaxes(x, -1, -2)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    used = kernels.fake_quantized_matrix(rows, fmt, "full" if right else "fast", right=False).whole().reshape(x.shape)
+    used = (
+        kernels.fake_quantized_matrix(rows, fmt, "full" if right else "fast", right=False)
+        .whole()
+        .reshape(x.shape)
+    )
     return np.swapaxes(used, -1, -2) if right and x.ndim > 1 else used
 
 
@@ -175,7 +192,9 @@ def memory_of(*args: Arg) -> list[np.ndarray]:
             found.append(wrap(arg.value.master, arg.name).array)
         else:
             q = arg.value
-            found += [wrap(p, arg.name).array for p in (q.packed, q.block_scale, q.outer_scale) if p is not None]
+            found += [
+                wrap(p, arg.name).array for p in (q.packed, q.block_scale, q.outer_scale) if p is not None
+            ]
     return found
 
 
@@ -199,8 +218,10 @@ def branch(kernels, a: Arg, w: DualWeight) -> tuple[Arg, np.ndarray, np.ndarray]
     kernels.round_bf16(hidden, hidden)
     if w.outlier_index.size:
         if a.array is None:
-            raise TypeError(f"a DualWeight with outlier rows needs {a.name} as a plain array, because its outlier "
-                            f"columns are taken out before it is quantised; pass {a.name} unquantised")  # fmt: skip
+            raise TypeError(
+                f"a DualWeight with outlier rows needs {a.name} as a plain array, because its outlier "
+                f"columns are taken out before it is quantised; pass {a.name} unquantised"
+            )
         masked = a.array.copy()
         masked[..., w.outlier_index] = 0
         a = Arg(masked, a.name, a.shape, a.framework, masked, a.dtype)
@@ -217,18 +238,18 @@ def choose_format(format: str | Format | None, a: Arg, b: Arg) -> Format:
     return get_format("nvfp4_exact")
 
 
-def linear_weight(op: str, x: Any, weight: Any) -> Arg:
+def linear_weight(op: str, x: Arg, weight: Any) -> Arg:
     """The (N, K) weight as a right operand (K, N); a mismatch of K is told in the weight's own shape."""
     w = as_arg(weight, "weight")
-    if len(w.shape) != 2:
-        raise ShapeError(f"{op}: weight has shape {w.shape}, but two axes (N, K) are needed; reshape it")
     if isinstance(weight, DualWeight):
         return w
-    k = x.shape[-1] if getattr(x, "shape", ()) else 0
+    if len(w.shape) != 2:
+        raise ShapeError(f"{op}: weight has shape {w.shape}, but two axes (N, K) are needed; reshape it")
+    k = x.shape[-1] if x.shape else 0
     if k != w.shape[1]:
-        raise ShapeError(f"{op}: K of x {tuple(x.shape)} is {k} but K of weight {w.shape} is {w.shape[1]}; weight is "
-                         f"(N, K), pass weight.T if it is (K, N)")  # fmt: skip
+        raise ShapeError(f"{op}: K of x {x.shape} is {k} but K of weight {w.shape} is {w.shape[1]}; weight "
+                         f"is (N, K), pass weight.T if it is (K, N)")  # fmt: skip
     if isinstance(weight, QuantizedArray) and w.value.axis != 1:
-        raise ShapeError(f"{op}: weight {w.shape} is blocked along axis {w.value.axis}, but a weight (N, K) is blocked "
-                         f"along its last axis; pass axis=-1 to quantize")  # fmt: skip
+        raise ShapeError(f"{op}: weight {w.shape} is blocked along axis {w.value.axis}, but a weight (N, K) "
+                         f"is blocked along its last axis; pass axis=-1 to quantize")  # fmt: skip
     return transposed(w)

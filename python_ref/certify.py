@@ -1,4 +1,4 @@
-"""The distance between the FP4 and the BF16 result of a product, bounded from norms and estimated by a sketch.
+"""The distance between the FP4 and the BF16 result of a product: a bound from norms, an estimate by a sketch.
 
 With X' the operand that the FP4 track multiplies and dX = X - X', likewise W' and dW,
 
@@ -20,16 +20,17 @@ UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, 
 SUBNORMAL_STEP = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-150, "float64": 2.0**-1075}
 #: |f(x) - f(y)| <= L |x - y|: the largest slope of each activation, rounded up.
 LIPSCHITZ = {None: 1.0, "silu": 1.0999, "gelu": 1.1290}
-#: Error of an FP32 sum of K products over the norms of its factors, per K: gamma_K is about K 2^-24 in any order of
-#: summation (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1), taken four times.
+#: Error of an FP32 sum of K products over the norms of its factors, per K: gamma_K is about K 2^-24 in any
+#: order of summation (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1), taken four
+#: times.
 FP32_ACCUMULATION = 2.0**-22
 
 
 def spectral_norm_upper(w, squarings=5, multiply=np.matmul):
     """An upper bound of the largest singular value of `w` (m, n), over it by under 1 % on ordinary matrices.
 
-    For G = W^T W and q = 2^squarings, sigma^(2 q) = |G^q|_2 <= |G^q|_F. G is scaled by tau = |G|_F first; the factor
-    1 + 2^-20 covers the FP64 rounding of what is done here, by whatever function `multiply` is.
+    For G = W^T W and q = 2^squarings, sigma^(2 q) = |G^q|_2 <= |G^q|_F. G is scaled by tau = |G|_F first; the
+    factor 1 + 2^-20 covers the FP64 rounding of what is done here, by whatever function `multiply` is.
     """
     w = np.asarray(w, np.float64)
     if w.size == 0 or not np.any(w):
@@ -52,14 +53,23 @@ def exact_bound(x_norm, dx_norm, sigma_twin, sigma_error):
     return dx_norm * sigma_twin + x_norm * sigma_error
 
 
-def dual_bound(x_norm, dx_norm, hidden_norm, sigma_twin, sigma_error, sigma_up):
-    """The same for X' Q(R) + T U, T = bf16(X D): |dX| sigma(Q(R)) + |X| sigma(W - D U - Q(R)) + u |T| sigma(U)."""
-    rounding = UNIT_ROUNDOFF["bfloat16"] * (1 + 2.0**-7)  # relative to the rounded T
-    return exact_bound(x_norm, dx_norm, sigma_twin, sigma_error) + rounding * hidden_norm * sigma_up
+def dual_bound(x_norm, dx_norm, hidden_norm, sigma_twin, sigma_error, sigma_up, hidden_step=0.0):
+    """The same for X' Q(R) + T U with T = bf16(X D).
+
+    |dX| sigma(Q(R)) + |X| sigma(W - D U - Q(R)) + u |T| sigma(U), u relative to the rounded T.
+    `hidden_step` is the rounding of T under the normal range, see `hidden_rounding`.
+    """
+    rounding = UNIT_ROUNDOFF["bfloat16"] * (1 + 2.0**-7) * hidden_norm + hidden_step
+    return exact_bound(x_norm, dx_norm, sigma_twin, sigma_error) + rounding * sigma_up
+
+
+def hidden_rounding(k, rank):
+    """What a row of T = bf16(X D), sums of `k` products, can lose under the normal ranges of both."""
+    return (SUBNORMAL_STEP["bfloat16"] + k * 2.0**-147) * math.sqrt(rank)
 
 
 def output_rounding(dtype, outputs, bf16_norm, fp4_norm, added_norm=0.0):
-    """Rounding of both results to `dtype`: u (|Y_bf16| + |Y_fp4| + 2 |bias and residual|) and the subnormal steps.
+    """Rounding of both results to `dtype`: u (|Y_bf16| + |Y_fp4| + 2 |bias and residual|), and subnormals.
 
     float32 and float64 outputs are the accumulators themselves and are not rounded again.
     """
@@ -70,7 +80,7 @@ def output_rounding(dtype, outputs, bf16_norm, fp4_norm, added_norm=0.0):
 
 
 def accumulation_bound(k, outputs, *factor_norms, per_k=FP32_ACCUMULATION):
-    """K 2^-22 times the sum of |A|_F |B|_F over the products (pairs) summed in FP32, plus FP32's underflow."""
+    """K 2^-22 times the sum of |A|_F |B|_F over the products (pairs) summed in FP32, and FP32's underflow."""
     return k * (per_k * sum(a * b for a, b in factor_norms) + 2.0**-147 * math.sqrt(outputs))
 
 
@@ -112,7 +122,7 @@ def normal_quantile(p):
 
 
 def chi_square_quantile(p, k):
-    """x with P(chi-square_k <= x) = p, 0 < p < 1: Wilson and Hilferty's start (PNAS 1931), then Newton in log x."""
+    """x with P(chi-square_k <= x) = p: Wilson and Hilferty's start (PNAS 1931), then Newton in log x."""
     start = k * (1 - 2 / (9 * k) + normal_quantile(p) * math.sqrt(2 / (9 * k))) ** 3
     # far in the lower tail the cube may vanish or be negative; there cdf ~ (x/2)^(k/2) / Gamma(k/2 + 1)
     tail = 2 * math.exp((math.log(p) + math.lgamma(k / 2 + 1)) * 2 / k)
@@ -129,12 +139,12 @@ def chi_square_quantile(p, k):
 
 
 def sketch_factor(k=16, delta=1e-3):
-    """sqrt(k / chi-square_{k, delta}): a k-column estimate times this is under the norm with probability delta."""
+    """sqrt(k / chi-square_{k, delta}): the estimate of k columns times it falls short at delta only."""
     return math.sqrt(k / chi_square_quantile(delta, k))
 
 
 def estimate(x, w, y, k=16, seed=0):
-    """Unbiased (in its square) estimate of |X W - Y|_F from `k` Gaussian columns, at the cost of 2 k (MK + KN + MN).
+    """Estimate of |X W - Y|_F, unbiased in its square, from `k` Gaussian columns: 2 k (MK + KN + MN) operations.
 
     |X (W G) - Y G|_F^2 / k with G ~ N(0, 1), (N, k): Gaussian Freivalds (arXiv:1705.10449).
     """
@@ -144,7 +154,7 @@ def estimate(x, w, y, k=16, seed=0):
 
 
 def matmul_certificate(x, w, x_used, w_used, dtype="bfloat16"):
-    """(bound, accumulation) for the FP4 product of `x_used`, `w_used` against the BF16 product of `x`, `w`."""
+    """(bound, accumulation) of the FP4 product of `x_used`, `w_used` against the BF16 product of `x`, `w`."""
     x, w = (np.asarray(m).astype(ml_dtypes.bfloat16).astype(np.float64) for m in (x, w))
     x_used, w_used = (np.asarray(m, np.float64) for m in (x_used, w_used))
     norm, sigma = np.linalg.norm, spectral_norm_upper

@@ -1,9 +1,10 @@
 """Matrix products on the three tracks, their low-rank form and their gradients, in plain NumPy.
 
 The BF16 track rounds both operands to bfloat16 (nearest, ties to even) and accumulates in FP32. The FP4 track
-quantises both operands along the contraction, and every product of two decoded codes is exact before it is summed.
-The dual track computes the bulk of X W on the FP4 track and corrects it by a low-rank BF16 branch that goes into
-the same accumulators (Li et al., "SVDQuant", arXiv:2411.05007, equation 5: X W = X L1 L2 + Q(X) Q(R)).
+quantises both operands along the contraction, and every product of two decoded codes is exact before it is
+summed. The dual track computes the bulk of X W on the FP4 track and corrects it by a low-rank BF16 branch
+that goes into the same accumulators (Li et al., "SVDQuant", arXiv:2411.05007, equation 5: X W = X L1 L2 +
+Q(X) Q(R)).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def silu(x):
 
 
 def gelu(x):
-    """x Phi(x) with the exact normal distribution function, not its tanh form (Hendrycks, arXiv:1606.08415)."""
+    """x Phi(x) with the exact normal distribution function, not its tanh form (Hendrycks,
+    arXiv:1606.08415)."""
     return (0.5 * x * _erfc(-np.asarray(x, np.float64) / math.sqrt(2)).astype(np.float64)).astype(x.dtype)
 
 
@@ -125,8 +127,9 @@ def linear_vjp(g, x, weight, **kwargs):
 def dual_matmul_vjp(g, a, down, up, twin, fmt="nvfp4_exact", save="fp4", accumulate=np.float32):
     """Gradients (da, dw, ddown, dup) of dual_matmul for `g` (M, N) and `a` (M, K).
 
-    da = g twin^T + bf16(g up^T) down^T. dw, the gradient of the master, is X^T g; X is the decoded FP4 input that the
-    forward pass keeps, or the BF16 input with ``save="bf16"``. T = bf16(bf16(a) down) is kept in BF16.
+    da = g twin^T + bf16(g up^T) down^T. dw, the gradient of the master, is X^T g; X is the decoded FP4 input
+    that the forward pass keeps, or the BF16 input with ``save="bf16"``. T = bf16(bf16(a) down) is kept in
+    BF16.
     """
     g = round_bf16(g).astype(accumulate)
     down, up, twin = (m.astype(accumulate) for m in (down, up, twin))

@@ -27,7 +27,7 @@ def distance_of(y, other):
         return math.sqrt(np.square(np.asarray(y, np.float64) - np.asarray(other, np.float64)).sum())
 
 
-# ---- operands that try to break the bound ------------------------------------------------------------------------
+# ---- operands that try to break the bound ------------------------------------------------------------------
 
 
 def gaussian(rng, m, k, n):
@@ -106,8 +106,21 @@ def test_no_bound_is_violated_in_ten_thousand_calls(rng):
             y, cert = fb.matmul(xs, b, certify="bound", **how, **more)
             distance = distance_of(y, fb.matmul(xs, b16, track="bf16", **more))
             allowed = cert.bound + cert.accumulation
-            what = (make.__name__, kind, format, xs.shape, n, source.__name__, more.get("dtype"), more.get("activation"))
-            assert distance <= allowed or (allowed == np.inf and not np.isfinite(distance)), (what, distance, cert)
+            what = (
+                make.__name__,
+                kind,
+                format,
+                xs.shape,
+                n,
+                source.__name__,
+                more.get("dtype"),
+                more.get("activation"),
+            )
+            assert distance <= allowed or (allowed == np.inf and not np.isfinite(distance)), (
+                what,
+                distance,
+                cert,
+            )
             if 0 < distance and np.isfinite(allowed):
                 ratios.append(allowed / distance)
             x = make(rng, len(x), k, n)[0] if make is not aligned else x  # the next activations, same weight
@@ -120,7 +133,9 @@ def test_bound_is_not_vacuous(rng, shape, kind):
     m, k, n = shape
     x, w = (v.astype(BF16) for v in gaussian(rng, m, k, n))
     b, how, b16 = weight_of(rng, kind, w, "nvfp4_exact")
-    y, cert = fb.matmul(x, b, certify=True, dtype="float32", **(how | {"track": "dual"} if kind == "dual" else how))
+    y, cert = fb.matmul(
+        x, b, certify=True, dtype="float32", **(how | {"track": "dual"} if kind == "dual" else how)
+    )
     distance = distance_of(y, fb.matmul(x, b16, track="bf16", dtype="float32"))
     # a weight that is known by the norm of its error alone is bounded by |dW|_F, not by sigma(dW)
     assert distance < cert.bound < (25 if kind == "quantized" else 10) * distance
@@ -132,7 +147,8 @@ def test_bound_is_not_vacuous(rng, shape, kind):
 
 @pytest.mark.parametrize("make,calls,most", [(aligned, 1000, 7), (gaussian, 300, 4), (outliers, 300, 4)])
 def test_estimate_holds_with_its_confidence(rng, make, calls, most):
-    """At 1e-3 a call, more than `most` failures have probability 2e-5; a difference of rank one is the worst case."""
+    """At 1e-3 a call, more than `most` failures have probability 2e-5; a difference of rank one is the worst
+    case."""
     failures = 0
     for _ in range(calls):
         x, w = (v.astype(BF16) for v in make(rng, 7, 32, 12))
@@ -161,7 +177,7 @@ def test_sketch_repeats_by_counter_and_never_by_accident():
     assert abs(certify.gaussian(4000, 16).std() - 1) < 0.02
 
 
-# ---- the parts -------------------------------------------------------------------------------------------------
+# ---- the parts ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (40, 7), (7, 40), (150, 150), (1, 300), (300, 1)])
@@ -175,9 +191,14 @@ def test_spectral_norm_is_an_upper_bound_and_close(rng, shape, power):
 
 def test_spectral_norm_of_hard_matrices(rng):
     q, _ = np.linalg.qr(rng.standard_normal((64, 64)))
-    assert 1 <= certify.spectral_norm_upper(q) <= 64 ** (1 / 64) * 1.0001  # all singular values equal: the worst case
+    assert (
+        1 <= certify.spectral_norm_upper(q) <= 64 ** (1 / 64) * 1.0001
+    )  # all singular values equal: the worst case
     assert 1 <= certify.spectral_norm_upper(np.outer(np.eye(50)[0], np.eye(60)[3])) <= 1 + 2**-19
-    assert certify.spectral_norm_upper(np.zeros((5, 6))) == 0 and certify.spectral_norm_upper(np.zeros((0, 6))) == 0
+    assert (
+        certify.spectral_norm_upper(np.zeros((5, 6))) == 0
+        and certify.spectral_norm_upper(np.zeros((0, 6))) == 0
+    )
     assert certify.spectral_norm_upper(np.array([[1.0, np.nan]])) == math.inf
     wide = rng.standard_normal((200, 1000))
     assert certify.spectral_norm_upper(wide) <= 1.03 * np.linalg.norm(wide, 2)
@@ -197,7 +218,12 @@ def test_sketch_factor():
     assert math.isclose(certify.sketch_factor(16, 1e-3), math.sqrt(16 / 3.94163), rel_tol=1e-5)  # 2.015
     assert math.isclose(certify.sketch_factor(32, 1e-3), 1.5805, rel_tol=1e-4)
     for k in (1, 4, 16, 64):
-        assert certify.sketch_factor(k, 1e-6) > certify.sketch_factor(k, 1e-3) > certify.sketch_factor(k, 0.1) > 1
+        assert (
+            certify.sketch_factor(k, 1e-6)
+            > certify.sketch_factor(k, 1e-3)
+            > certify.sketch_factor(k, 0.1)
+            > 1
+        )
 
 
 def test_formulas_of_the_package_are_the_references(rng):
@@ -214,7 +240,11 @@ def test_formulas_of_the_package_are_the_references(rng):
 def test_rows_are_bounded_each(rng):
     x, w = (v.astype(np.float32) for v in gaussian(rng, 50, 64, 30))
     x[3] *= 1000
-    for b, track in ((w, "fp4"), (fb.DualWeight(w, rank=4), "dual"), (fb.DualWeight(w, rank=4, outliers=3), "dual")):
+    for b, track in (
+        (w, "fp4"),
+        (fb.DualWeight(w, rank=4), "dual"),
+        (fb.DualWeight(w, rank=4, outliers=3), "dual"),
+    ):
         y, cert = fb.matmul(x, b, track=track, certify="bound")
         distance = np.linalg.norm((y - fb.matmul(x, w)).astype(np.float64), axis=1)
         assert cert.rows.shape == (50,) and (distance <= cert.rows * (1 + 1e-3)).all()
@@ -223,7 +253,13 @@ def test_rows_are_bounded_each(rng):
 
 
 def test_conv_factor_bounds_the_patches(rng):
-    for kernel, stride in (((3, 3), (1, 1)), ((3, 3), (2, 2)), ((1, 1), (1, 1)), ((4, 2), (3, 1)), ((1, 1), (2, 2))):
+    for kernel, stride in (
+        ((3, 3), (1, 1)),
+        ((3, 3), (2, 2)),
+        ((1, 1), (1, 1)),
+        ((4, 2), (3, 1)),
+        ((1, 1), (2, 2)),
+    ):
         x = rng.standard_normal((11, 13))
         padded = np.pad(x, 3)
         windows = np.lib.stride_tricks.sliding_window_view(padded, kernel)[:: stride[0], :: stride[1]]
@@ -261,16 +297,24 @@ def test_other_tracks_and_arguments(rng):
     assert isinstance(cert, fb.Certificate) and "bound" in repr(cert) and "99.9" in repr(cert)
     with pytest.raises(ValueError, match="certify is 'yes'"):
         fb.matmul(x, w, certify="yes")
-    with pytest.raises(fb.ShapeError, match=r"b has shape \(2, 64, 16\), but a certificate is for one matrix"):
+    with pytest.raises(
+        fb.ShapeError, match=r"b has shape \(2, 64, 16\), but a certificate is for one matrix"
+    ):
         fb.matmul(np.stack([x, x]), np.stack([w, w]), certify=True)
 
 
 def test_zero_sizes(rng):
     for shape in ((0, 32, 8), (5, 0, 3), (4, 16, 0)):
-        x, w = (v.astype(np.float32) for v in (rng.standard_normal(shape[:2]), rng.standard_normal(shape[1:])))
+        x, w = (
+            v.astype(np.float32) for v in (rng.standard_normal(shape[:2]), rng.standard_normal(shape[1:]))
+        )
         for b in (w, fb.DualWeight(w), fb.quantize(w, axis=-2)):
             y, cert = fb.matmul(x, b, certify=True, track=None if b is not w else "fp4")
-            assert y.shape == (shape[0], shape[2]) and cert.bound + cert.accumulation < 1e-30 and cert.relative == 0
+            assert (
+                y.shape == (shape[0], shape[2])
+                and cert.bound + cert.accumulation < 1e-30
+                and cert.relative == 0
+            )
 
 
 def test_norms_of_a_prepared_weight_are_computed_once(rng, monkeypatch):

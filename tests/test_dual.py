@@ -12,7 +12,14 @@ from fp4bf16.gemm import branch_vjp
 from fp4bf16.python_ref import gemm as ref
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-SHAPES = [(37, 100, 19, 8), (1, 64, 33, 4), (200, 320, 96, 32), (5, 16, 300, 64), (0, 32, 8, 4), (33, 48, 20, 0)]
+SHAPES = [
+    (37, 100, 19, 8),
+    (1, 64, 33, 4),
+    (200, 320, 96, 32),
+    (5, 16, 300, 64),
+    (0, 32, 8, 4),
+    (33, 48, 20, 0),
+]
 
 
 def sqnr(y, want):
@@ -86,7 +93,10 @@ def test_outlier_rows_stay_in_bf16(rng):
     exact = ref.round_bf16(x).astype(np.float64) @ ref.round_bf16(dense)
     with_outliers = fb.DualWeight(dense, rank=8, outliers=[50, 3, 3])
     assert with_outliers.outlier_index.tolist() == [3, 50]
-    assert not fb.dequantize(with_outliers.twin)[[3, 50]].any() and not np.asarray(with_outliers.down)[[3, 50]].any()
+    assert (
+        not fb.dequantize(with_outliers.twin)[[3, 50]].any()
+        and not np.asarray(with_outliers.down)[[3, 50]].any()
+    )
     gain = sqnr(fb.matmul(x, with_outliers), exact) - sqnr(fb.matmul(x, fb.DualWeight(dense, rank=8)), exact)
     assert gain > 10
     dense[7] *= 50
@@ -139,7 +149,9 @@ def test_randomised_svd_above_1024(rng):
 
 def test_description_and_bad_input(rng):
     w = fb.DualWeight(weight(rng, 64, 32), rank=4)
-    assert repr(w) == f"DualWeight(shape (64, 32), rank 4, nvfp4_exact twin, 0 outlier rows, {w.nbytes} bytes)"
+    assert (
+        repr(w) == f"DualWeight(shape (64, 32), rank 4, nvfp4_exact twin, 0 outlier rows, {w.nbytes} bytes)"
+    )
     assert w.nbytes == 2 * 64 * 32 + w.twin.nbytes + 2 * 4 * (64 + 32)
     assert w.shape == (64, 32) and w.ndim == 2 and w.dtype == "bfloat16" and w.twin.axis == 0
     assert fb.DualWeight(weight(rng, 16, 8)).rank == 8  # cut to what there is
@@ -162,15 +174,19 @@ def test_convolution_weight_keeps_four_axes(rng):
     w = fb.DualWeight(dense, rank=5)
     assert w.shape == (12, 3, 3, 20) and w.down.shape == (180, 5) and w.up.shape == (5, 12)
     assert w.twin.shape == w.shape and w.twin.axis == 3 and w.twin.outer_scale.shape == (12, 1, 1, 1)
-    rebuilt = fb.dequantize(w.twin).reshape(12, -1).T + np.asarray(w.down, np.float32) @ np.asarray(w.up, np.float32)
+    rebuilt = fb.dequantize(w.twin).reshape(12, -1).T + np.asarray(w.down, np.float32) @ np.asarray(
+        w.up, np.float32
+    )
     plain = fb.dequantize(fb.quantize(dense, axis=-1, outer="image")).reshape(12, -1).T
     target = dense.reshape(12, -1).T
     assert np.linalg.norm(rebuilt - target) < 0.9 * np.linalg.norm(plain - target)
+    with pytest.raises(fb.ShapeError, match="b: is a DualWeight of a convolution.*call conv2d"):
+        fb.matmul(np.ones((2, 180), np.float32), w)
     with pytest.raises(fb.ShapeError, match="convolution's weight .* has no outlier rows"):
         fb.DualWeight(dense, outliers=1)
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------
+# ---- gradients ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(37, 100, 19, 8), (60, 64, 80, 4), (5, 32, 6, 0)])

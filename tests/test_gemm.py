@@ -17,7 +17,16 @@ from fp4bf16.dispatch import available_backends, backend_for
 from fp4bf16.python_ref import gemm as ref
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-SHAPES = [(37, 100, 19), (1, 64, 33), (130, 48, 1), (33, 17, 65), (0, 32, 8), (5, 0, 3), (4, 16, 0), (96, 320, 128)]
+SHAPES = [
+    (37, 100, 19),
+    (1, 64, 33),
+    (130, 48, 1),
+    (33, 17, 65),
+    (0, 32, 8),
+    (5, 0, 3),
+    (4, 16, 0),
+    (96, 320, 128),
+]
 
 
 def calc_diff(x, y):
@@ -30,12 +39,13 @@ def draw(rng, shape, dtype=np.float32):
     return rng.standard_normal(shape).astype(dtype)
 
 
-# ---- values ----------------------------------------------------------------------------------------------------
+# ---- values ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("track,format", [
-    ("bf16", None), ("reference", None), ("fp4", "nvfp4_exact"), ("fp4", "nvfp4"), ("fp4", "mxfp4"), ("fp4", "fp8"),
+    ("bf16", None), ("reference", None), ("fp4", "nvfp4_exact"), ("fp4", "nvfp4"), ("fp4", "mxfp4"), ("fp4",
+    "fp8"),
 ])  # fmt: skip
 def test_product_equals_float64_of_what_is_multiplied(rng, shape, track, format):
     m, k, n = shape
@@ -58,7 +68,12 @@ def test_prepared_operands_give_the_same_bits(rng, shape):
     aq, bq = fb.quantize(a, search="fast"), fb.quantize(b, axis=-2)
     from_linear = fb.quantize(np.ascontiguousarray(b.T)).T  # the PyTorch way round gives the same bytes
     assert np.array_equal(bq.packed, from_linear.packed)
-    for got in (fb.matmul(a, bq), fb.matmul(aq, bq), fb.matmul(aq, b), fb.matmul(a, from_linear, track="fp4")):
+    for got in (
+        fb.matmul(a, bq),
+        fb.matmul(aq, bq),
+        fb.matmul(aq, b),
+        fb.matmul(a, from_linear, track="fp4"),
+    ):
         assert calc_diff(got, want) < 1e-12
     dequantised = fb.matmul(a, bq, track="bf16")
     assert calc_diff(dequantised, ref.round_bf16(a).astype(np.float64) @ np.asarray(bq, np.float64)) < 1e-10
@@ -67,7 +82,8 @@ def test_prepared_operands_give_the_same_bits(rng, shape):
 @pytest.mark.parametrize("track", ["bf16", "fp4", "reference"])
 @pytest.mark.parametrize("shapes", [
     ((32,), (32, 7)), ((5, 32), (32,)), ((32,), (32,)), ((2, 3, 5, 32), (32, 7)), ((2, 3, 5, 32), (3, 32, 7)),
-    ((32,), (3, 32, 7)), ((2, 5, 32), (1, 32, 7)), ((2, 5, 32), (32,)), ((2, 0, 32), (2, 32, 4)), ((1, 5, 32), (4, 32, 3)),
+    ((32,), (3, 32, 7)), ((2, 5, 32), (1, 32, 7)), ((2, 5, 32), (32,)), ((2, 0, 32), (2, 32, 4)), ((1, 5, 32),
+    (4, 32, 3)),
 ])  # fmt: skip
 def test_shapes_are_those_of_np_matmul(rng, shapes, track):
     a, b = (draw(rng, s) for s in shapes)
@@ -89,7 +105,9 @@ def test_any_strides(data):
     dtype = data.draw(st.sampled_from([np.float32, np.float64, np.float16, BF16]))
 
     def view(rows, columns, s, t, turned):
-        base = draw(rng, (columns * abs(t), rows * abs(s)) if turned else (rows * abs(s), columns * abs(t))).astype(dtype)
+        base = draw(
+            rng, (columns * abs(t), rows * abs(s)) if turned else (rows * abs(s), columns * abs(t))
+        ).astype(dtype)
         return (base.T if turned else base)[::s, ::t]
 
     a = view(m, k, *steps[:2], data.draw(st.booleans()))
@@ -100,18 +118,22 @@ def test_any_strides(data):
     assert a.shape == (m, k) and b.shape == (k, n)
     assert calc_diff(y, want) < 1e-9
     out = np.full((2 * m, 2 * n), 7, np.float64)[1::2, ::2]
-    assert np.array_equal(fb.matmul(a, b, track=track, out=out, dtype="float64"), y) and np.array_equal(out, y)
+    assert np.array_equal(fb.matmul(a, b, track=track, out=out, dtype="float64"), y) and np.array_equal(
+        out, y
+    )
     assert (out.base[::2] == 7).all()
 
 
 @pytest.mark.parametrize("dtypes,result", [
-    (("float32", "float32"), "float32"), (("bfloat16", "bfloat16"), "bfloat16"), (("float64", "float64"), "float64"),
-    (("float16", "float16"), "float16"), (("float32", "bfloat16"), "float32"), (("float16", "bfloat16"), "float32"),
-    (("float64", "bfloat16"), "float64"),
+    (("float32", "float32"), "float32"), (("bfloat16", "bfloat16"), "bfloat16"), (("float64", "float64"),
+    "float64"), (("float16", "float16"), "float16"), (("float32", "bfloat16"), "float32"), (("float16",
+    "bfloat16"), "float32"), (("float64", "bfloat16"), "float64"),
 ])  # fmt: skip
 @pytest.mark.parametrize("track", ["bf16", "fp4", "reference"])
 def test_result_dtype(rng, dtypes, result, track):
-    a, b = (draw(rng, s).astype(fb.interop.np_dtype(d)) for s, d in zip(((9, 48), (48, 6)), dtypes, strict=True))
+    a, b = (
+        draw(rng, s).astype(fb.interop.np_dtype(d)) for s, d in zip(((9, 48), (48, 6)), dtypes, strict=True)
+    )
     y = fb.matmul(a, b, track=track)
     assert str(y.dtype) == result
     assert calc_diff(y, ref.matmul(a, b, track, accumulate=np.float64)) < 1e-5
@@ -128,7 +150,12 @@ def test_reference_track_is_exact_in_float64(rng):
 @pytest.mark.parametrize("shape", [(37, 64, 19), (9, 48, 200)])
 def test_epilogue_order(rng, track, activation, shape):
     m, k, n = shape
-    a, b, bias, residual = draw(rng, (2, m, k)), draw(rng, (k, n)), draw(rng, n), draw(rng, (2, m, n)).astype(BF16)
+    a, b, bias, residual = (
+        draw(rng, (2, m, k)),
+        draw(rng, (k, n)),
+        draw(rng, n),
+        draw(rng, (2, m, n)).astype(BF16),
+    )
     w = fb.DualWeight(b, rank=4) if track == "dual" else b
     plain = fb.matmul(a, w, track=track).astype(np.float64)
     want = ref.epilogue(plain, bias, activation, residual.astype(np.float64))
@@ -193,7 +220,7 @@ def test_results_do_not_depend_on_threads(rng, monkeypatch):
         threads.set_num_threads(before)
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------
+# ---- bad input ---------------------------------------------------------------------------------------------
 
 
 def test_k_mismatch_names_both():
@@ -201,10 +228,14 @@ def test_k_mismatch_names_both():
     with pytest.raises(fb.ShapeError) as error:
         fb.matmul(a, b)
     assert "matmul: K of a (4096, 7168) is 7168 but K of b (7160, 2048) is 7160" in str(error.value)
-    with pytest.raises(fb.ShapeError, match=r"K of x \(4, 16\) is 16 but K of weight \(8, 12\) is 12.*weight.T"):
+    with pytest.raises(
+        fb.ShapeError, match=r"K of x \(4, 16\) is 16 but K of weight \(8, 12\) is 12.*weight.T"
+    ):
         fb.linear(np.zeros((4, 16)), np.zeros((8, 12)))
     with pytest.raises(fb.ShapeError, match=r"leading axes of a .* are \(2,\) but those of b .* are \(3,\)"):
         fb.matmul(np.zeros((2, 4, 16)), np.zeros((3, 16, 4)))
+    with pytest.raises(fb.ShapeError, match=r"weight has shape \(12,\), but two axes \(N, K\) are needed"):
+        fb.linear([[1.0] * 12], np.zeros(12))
     with pytest.raises(fb.ShapeError, match="at least one axis"):
         fb.matmul(np.float32(2), np.zeros((16, 4)))
 
@@ -271,7 +302,7 @@ def test_bias_residual_and_out_are_checked(rng):
         fb.matmul(np.ones((1, 32), np.float32), q, out=q.outer_scale.reshape(1, 32))
 
 
-# ---- PyTorch ---------------------------------------------------------------------------------------------------
+# ---- PyTorch -----------------------------------------------------------------------------------------------
 
 
 def test_torch_in_torch_out_zero_copy(rng):
@@ -311,13 +342,13 @@ def test_mixed_frameworks_are_named(rng):
         fb.matmul_vjp(torch.ones(4, 3), a, draw(rng, (32, 3)))
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------
+# ---- gradients ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shapes", [
     ((5, 32), (32, 7)), ((32,), (32, 7)), ((5, 32), (32,)), ((32,), (32,)), ((2, 3, 5, 32), (32, 7)),
-    ((2, 3, 5, 32), (3, 32, 7)), ((32,), (3, 32, 7)), ((2, 5, 32), (1, 32, 7)), ((1, 5, 32), (4, 32, 7)), ((0, 32), (32, 7)),
-    ((3, 0), (0, 4)), ((2, 5, 32), (32,)),
+    ((2, 3, 5, 32), (3, 32, 7)), ((32,), (3, 32, 7)), ((2, 5, 32), (1, 32, 7)), ((1, 5, 32), (4, 32, 7)), ((0,
+    32), (32, 7)), ((3, 0), (0, 4)), ((2, 5, 32), (32,)),
 ])  # fmt: skip
 def test_reference_gradients_equal_finite_differences(rng, shapes):
     a, b, va, vb = (rng.standard_normal(s) for s in shapes * 2)
@@ -360,7 +391,9 @@ def test_linear_gradients(rng, track):
 
 def test_gradient_arguments_are_checked(rng):
     a, b, g = draw(rng, (4, 32)), draw(rng, (32, 3)), draw(rng, (4, 3))
-    with pytest.raises(fb.ShapeError, match=r"g has shape \(3, 4\) but the product of a .* has shape \(4, 3\)"):
+    with pytest.raises(
+        fb.ShapeError, match=r"g has shape \(3, 4\) but the product of a .* has shape \(4, 3\)"
+    ):
         fb.matmul_vjp(g.T, a, b)
     with pytest.raises(ValueError, match="save: 'fp8' is not known"):
         fb.matmul_vjp(g, a, b, save="fp8")
@@ -372,7 +405,7 @@ def test_gradient_arguments_are_checked(rng):
         fb.matmul_vjp(fb.quantize(g), a, b)
 
 
-# ---- the table of backends -------------------------------------------------------------------------------------
+# ---- the table of backends ---------------------------------------------------------------------------------
 
 
 def test_every_kernel_of_the_table_exists():
@@ -384,20 +417,21 @@ def test_every_kernel_of_the_table_exists():
         _ = kernels.gemv
 
 
-def test_no_float32_copy_of_a_prepared_weight_is_kept(rng):
+@pytest.mark.parametrize("m,most", [(64, 14), (2048, 40)])
+def test_no_float32_copy_of_a_prepared_weight_is_kept(m, most):
     """In a process of its own: after the call, memory is back where it was but for panels of a few MiB."""
     code = (
-        "import tracemalloc, numpy as np, fp4bf16 as fb\n"
+        "import gc, tracemalloc, numpy as np, fp4bf16 as fb\n"
         "w = fb.quantize(np.random.default_rng(0).standard_normal((2048, 2048), np.float32), axis=-2)\n"
-        "x = fb.quantize(np.ones((64, 2048), np.float32))\n"
+        f"x = fb.quantize(np.ones(({m}, 2048), np.float32))\n"
         "small = fb.quantize(np.ones((16, 16), np.float32), axis=-2)\n"
         "fb.matmul(np.ones((2, 16), np.float32), small)\n"
         "tracemalloc.start()\n"
         "y = fb.matmul(x, w)\n"
         "kept, peak = tracemalloc.get_traced_memory()\n"
-        "print(kept - y.nbytes, peak)"
+        "print(kept - y.nbytes, peak - y.nbytes)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     kept, peak = map(int, done.stdout.split())
     assert kept < 9 << 20, "a copy of the 16 MiB that the weight has in float32 outlives the call"
-    assert peak < 14 << 20, "the whole weight was decoded at once"
+    assert peak < most << 20, "more than one operand was decoded at once"

@@ -9,8 +9,15 @@ from typing import Any
 _HOME = {
     **dict.fromkeys(
         (
-            "Geometry", "column_sums", "conv_dgrad", "conv_forward", "conv_wgrad", "fake_quantize",
-            "rounded", "store", "values",
+            "Geometry",
+            "column_sums",
+            "conv_dgrad",
+            "conv_forward",
+            "conv_wgrad",
+            "fake_quantize",
+            "rounded",
+            "store",
+            "values",
         ),
         "cpu_conv",
     ),
@@ -21,7 +28,13 @@ _HOME = {
     ),
     **dict.fromkeys(
         (
-            "ACTIVATIONS", "batched", "dense", "fake_quantized_matrix", "plain_matrix", "product", "quantized_matrix",
+            "ACTIVATIONS",
+            "batched",
+            "dense",
+            "fake_quantized_matrix",
+            "plain_matrix",
+            "product",
+            "quantized_matrix",
             "store_rows",
         ),
         "cpu_gemm",

@@ -1,14 +1,16 @@
-"""Matrix products on the CPU: rows of an operand are rounded, decoded or quantised a panel at a time, then sgemm.
+"""Matrix products on the CPU: rows of an operand are rounded, decoded or quantised by panels, then sgemm.
 
     product(A (M, K), B (K, N)) -> out (M, N)
 
-The longer of M and N is cut into one range a thread. Its operand is made in panels that fit the second-level cache
-and are overwritten by the next one; the shorter operand is made once, shared by the threads, and freed on return.
-So a packed weight never has an FP32 copy that outlives the call. BLAS runs one thread inside each chunk.
+The longer of M and N is cut into panels, which the threads take in turn. Its operand is made a panel at a
+time in memory that the next one overwrites; the shorter operand is made once, shared by the threads, and
+freed on return. So a packed weight never has an FP32 copy that outlives the call. BLAS runs one thread
+inside a panel.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -19,7 +21,8 @@ from numba import njit
 from ..formats import Format, QuantizedArray
 from ..interop import BFLOAT16, wrap
 from . import cpu_quantize as quantizer
-from .threads import parallel_chunks, run_inline
+from . import cpu_quantize_kernels as kernels
+from .threads import num_threads, parallel_chunks, run_inline
 
 _PANEL_BYTES = 2 << 20  # of one panel: half of a usual second-level cache
 _PANEL_ROWS = 128  # but never fewer rows: sgemm packs the other operand anew for every panel
@@ -29,7 +32,7 @@ _CHUNK_ELEMENTS = 1 << 16  # the same for conversions
 Finish = Callable[[np.ndarray, slice, slice], None]
 
 
-# ---- conversions ---------------------------------------------------------------------------------------------------
+# ---- conversions -------------------------------------------------------------------------------------------
 
 
 @njit(nogil=True, cache=True)
@@ -77,7 +80,8 @@ def store_rows(y: np.ndarray, out: np.ndarray) -> None:
     if out.dtype == BFLOAT16 and y.dtype == np.float32:
         _narrow(y.view(np.uint32), out.view(np.uint16))
     else:
-        with np.errstate(over="ignore"):  # float16: beyond 65504 is inf, without a warning from a worker thread
+        # float16: beyond 65504 is inf, without a warning from a worker thread
+        with np.errstate(over="ignore"):
             out[...] = y
 
 
@@ -85,7 +89,7 @@ _local = threading.local()
 
 
 def _scratch(name: str, shape: tuple[int, int], dtype) -> np.ndarray:
-    """This thread's panel called `name`, grown when needed and kept: fresh pages would cost as much as decoding."""
+    """This thread's panel called `name`, kept for the next: fresh pages would cost as much as decoding."""
     size = shape[0] * shape[1] * np.dtype(dtype).itemsize
     buffer = getattr(_local, name, None)
     if buffer is None or buffer.nbytes < size:
@@ -94,7 +98,7 @@ def _scratch(name: str, shape: tuple[int, int], dtype) -> np.ndarray:
     return buffer[:size].view(dtype).reshape(shape)
 
 
-# ---- operands, by rows along which the last axis is contiguous ------------------------------------------------------
+# ---- operands, by rows along which the last axis is contiguous ---------------------------------------------
 
 
 class Values:
@@ -114,21 +118,24 @@ class Values:
         if part.dtype != panel.dtype or not part.flags.c_contiguous:
             panel[...] = part
             part = panel
-        if self.rounding:
+        if self.rounding and part.size < _CHUNK_ELEMENTS:  # not worth the way through the thread pool
+            kernels.round_bf16(part.reshape(-1), 0, part.size, panel.reshape(-1))
+        elif self.rounding:
             quantizer.round_bf16(part, panel)
         elif part is not panel:
             panel[...] = part
 
 
 class Codes:
-    """Rows of a quantised array, decoded; rounded to BF16 for the BF16 track where a format's values need it."""
+    """Rows of a quantised array, decoded, and on the BF16 track rounded to BF16 where the format needs it."""
 
     direct, dtype = False, np.dtype(np.float32)
 
     def __init__(self, packed, block_scale, outer, fmt, shape: tuple[int, int], rounding: bool = False):
         self.packed, self.block_scale, self.outer, self.fmt = packed, block_scale, outer, fmt
         self.shape = shape
-        self.rounding = rounding and fmt.name not in ("nvfp4_exact", "mxfp4")  # those are BF16 numbers already
+        # the values of these two are BF16 numbers already
+        self.rounding = rounding and fmt.name not in ("nvfp4_exact", "mxfp4")
 
     def fill(self, start: int, stop: int, panel: np.ndarray) -> None:
         rows = slice(start, stop)
@@ -161,7 +168,7 @@ Rows = Values | Codes | Quantised
 
 
 def whole(rows: Rows) -> np.ndarray:
-    """All rows as one array (rows, k): a view where nothing has to be done, else new memory filled by all threads."""
+    """All rows as one array (rows, k): a view where nothing is to be done, else new memory."""
     if rows.direct:
         return rows.x
     array = np.empty(rows.shape, rows.dtype)
@@ -178,7 +185,7 @@ def _panel(rows: Rows, start: int, stop: int, name: str) -> np.ndarray:
     return panel
 
 
-# ---- the product ---------------------------------------------------------------------------------------------------
+# ---- the product -------------------------------------------------------------------------------------------
 
 
 class Matrix:
@@ -212,7 +219,7 @@ def fake_quantized_matrix(x: np.ndarray, fmt: Format, search: str, right: bool) 
 
 
 def _parts(q: QuantizedArray):
-    """packed (rows, bytes), block_scale (rows, blocks) or None, outer float32 (rows,) or None, as NumPy arrays."""
+    """packed (rows, bytes), block_scale (rows, blocks) or None, outer float32 (rows,) or None, for NumPy."""
     packed, scale, outer = (
         p if p is None or type(p) is np.ndarray else wrap(p, "operand").array
         for p in (q.packed, q.block_scale, q.outer_scale)
@@ -258,29 +265,47 @@ def product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None = None)
 
 def _product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None) -> None:
     (m, k), n = a.shape, b.shape[1]
-    by_rows = m >= n  # the longer side is cut into threads and panels, the other operand is made whole
+    by_rows = m >= n  # the longer side is cut into panels, the other operand is made whole
     length, other = max(m, n), min(m, n)
     cut, kept = (a, b) if by_rows else (b, a)
-    streamed = cut.transposed != by_rows  # a panel is a range of stored rows; else it would be a strided gather
-    accumulator = np.result_type(a.rows.dtype, b.rows.dtype)
+    # a panel is a range of stored rows; where it would be a strided gather, all of it is made at once
+    streamed = cut.transposed != by_rows
+    accumulator = a.rows.dtype if a.rows.dtype == b.rows.dtype else np.dtype(np.float64)
     fixed = kept.whole(scratch=k * other * accumulator.itemsize <= _PANEL_BYTES)
     made = None if streamed else cut.whole()
-    most = max(_PANEL_ROWS, _PANEL_BYTES // (accumulator.itemsize * max(k, other, 1)))
+    threads = min(num_threads(), max(1, 2 * m * k * n // _CHUNK_FLOPS))
+    panels = _panels(length, max(k, other) * accumulator.itemsize, threads)
 
-    def chunk(first: int, last: int) -> None:
-        parts = -(-(last - first) // most)
-        for i in range(parts):
-            start, stop = first + (last - first) * i // parts, first + (last - first) * (i + 1) // parts
-            part = slice(start, stop)
-            if streamed:
-                panel = _panel(cut.rows, start, stop, "panel")
-                left, right = (panel, fixed) if by_rows else (fixed, panel.T)
-            else:
-                left, right = (made[part], fixed) if by_rows else (fixed, made[:, part])
-            rows, columns = (part, slice(0, n)) if by_rows else (slice(0, m), part)
-            _multiply(left, right, out[rows, columns], accumulator, finish, rows, columns)
+    def panel(start: int, stop: int) -> None:
+        part = slice(start, stop)
+        if streamed:
+            rows = _panel(cut.rows, start, stop, "panel")
+            left, right = (rows, fixed) if by_rows else (fixed, rows.T)
+        else:
+            left, right = (made[part], fixed) if by_rows else (fixed, made[:, part])
+        rows, columns = (part, slice(0, n)) if by_rows else (slice(0, m), part)
+        _multiply(left, right, out[rows, columns], accumulator, finish, rows, columns)
 
-    parallel_chunks(length, chunk, -(-_CHUNK_FLOPS // max(1, 2 * k * other)))
+    # The panels are fixed, so results repeat; which thread takes the next one is not, so that a core which
+    # something else uses (BLAS's own threads spin for 30 ms after a product) does not hold up the other.
+    numbers = itertools.count()
+
+    def work(first: int, last: int) -> None:
+        while (i := next(numbers)) < panels:
+            panel(length * i // panels, length * (i + 1) // panels)
+
+    if threads == 1:
+        work(0, 1)
+    else:
+        parallel_chunks(threads, work)
+
+
+def _panels(length: int, row_bytes: int, threads: int) -> int:
+    """Into how many panels to cut `length` rows: under _PANEL_BYTES each, two a thread, but no short ones."""
+    least = -(-length // max(_PANEL_ROWS, _PANEL_BYTES // max(1, row_bytes)))
+    if threads == 1:
+        return least
+    return max(least, threads, min(2 * threads, length // (2 * _PANEL_ROWS)))
 
 
 def _multiply(left, right, target, accumulator, finish, rows, columns) -> None:
@@ -295,7 +320,7 @@ def _multiply(left, right, target, accumulator, finish, rows, columns) -> None:
 
 
 def batched(a: np.ndarray, b: np.ndarray, out: np.ndarray, finish: Finish | None = None) -> None:
-    """out (batch..., M, N) = a (..., M, K) @ b (..., K, N) with broadcast leading axes, both made whole before.
+    """out (batch..., M, N) = a (..., M, K) @ b (..., K, N), leading axes broadcast, both made whole before.
 
     `finish` sees each matrix of the batch with ``rows`` a slice of the flattened (batch * M) rows.
     """

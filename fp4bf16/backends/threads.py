@@ -124,6 +124,7 @@ def _work(queue: SimpleQueue) -> None:
     while True:
         group, fn, start, stop = queue.get()
         group.run(fn, start, stop)
+        del group, fn  # while this thread waits, nothing that the call made may live on in it
 
 
 def _pool(n: int) -> SimpleQueue:

@@ -1,0 +1,219 @@
+"""Products on the tracks against np.matmul: time, memory, and what a BLAS pool that still spins costs.
+
+    python bench/gemm.py --cpu [--json] [--quick]
+
+Each line: ``op shape track | us | GFLOP/s | x np.matmul``, medians; every shape's calls are interleaved with
+np.matmul in float32, with a pause before each so that BLAS's idle threads have stopped spinning. Exit 1 where
+the FP4 track on prepared operands takes over 1.5 times np.matmul at 1024^3, or where a call keeps a float32
+copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import numpy as np
+
+import fp4bf16 as fb
+from fp4bf16.backends.threads import num_threads
+
+SHAPES = [(1024, 1024, 1024), (64, 2048, 2048), (4096, 320, 320), (256, 128, 128), (32, 128, 128)]
+GOAL, GOAL_SHAPE = 1.5, (1024, 1024, 1024)
+SPIN_SECONDS = 0.05  # OpenBLAS's threads spin for 2^26 cycles after a product
+RESULTS = pathlib.Path(__file__).parent / "results" / "cpu" / "gemm.json"
+
+
+def calls(shape, rng):
+    """{name: function} for one shape; "np.matmul" is the yardstick."""
+    m, k, n = shape
+    a, b = (rng.standard_normal(s, np.float32) for s in ((m, k), (k, n)))
+    a16, b16 = (x.astype(fb.interop.BFLOAT16) for x in (a, b))
+    aq, bq, dual = (
+        fb.quantize(a, search="fast"),
+        fb.quantize(b, axis=-2),
+        fb.DualWeight(b, rank=min(32, k, n)),
+    )
+    g = rng.standard_normal((m, n), np.float32)
+    out = np.empty((m, n), np.float32)
+    return {
+        "np.matmul": lambda: np.matmul(a, b, out=out),
+        "fp4 prepared": lambda: fb.matmul(aq, bq, out=out),
+        "fp4 prepared weight": lambda: fb.matmul(a, bq, out=out),
+        "fp4 both on the fly": lambda: fb.matmul(a, b, track="fp4", out=out),
+        "dual": lambda: fb.matmul(a, dual, out=out),
+        "bf16 of float32": lambda: fb.matmul(a, b, out=out),
+        "bf16 of bfloat16": lambda: fb.matmul(a16, b16),
+        "reference": lambda: fb.matmul(a, b, track="reference", out=out),
+        "bf16 silu(x w + bias)": lambda: fb.matmul(a, b, bias=b[0], activation="silu", out=out),
+        "vjp bf16 (two products)": lambda: fb.matmul_vjp(g, a, b),
+    }
+
+
+def interleaved(functions: dict, rounds: int, pause: float) -> dict[str, list[float]]:
+    """Seconds of each call in `rounds` rounds; in each round every function runs once, after a pause."""
+    for function in functions.values():
+        function()
+    seconds = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            time.sleep(pause)
+            start = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def small_call(function, repeats: int = 200, batches: int = 20) -> float:
+    """Seconds of a call too short for one reading: the best batch mean."""
+    best = float("inf")
+    for _ in range(batches):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return best
+
+
+def measure(shape, rng, quick: bool) -> list[dict]:
+    """One row a track: times of a shape."""
+    functions, (m, k, n) = calls(shape, rng), shape
+    flops = 2 * m * k * n
+    if flops < 2e7:  # back to back: this is how a small network calls them
+        seconds = {name: [small_call(f, 50 if quick else 200)] for name, f in functions.items()}
+    else:
+        seconds = interleaved(functions, 7 if quick else 25, SPIN_SECONDS)
+    base = statistics.median(seconds["np.matmul"])
+    rows = []
+    for name, values in seconds.items():
+        values = sorted(values)
+        middle = statistics.median(values)
+        work = flops * (2 if "vjp" in name else 1)
+        rows.append({
+            "op": "matmul", "shape": list(shape), "track": name, "us": middle * 1e6,
+            "us_p20": values[len(values) // 5] * 1e6, "us_p80": values[len(values) * 4 // 5] * 1e6,
+            "gflops": work / middle / 1e9, "x_np": middle / base,
+            "x_np_best": values[0] / min(seconds["np.matmul"]),
+        })  # fmt: skip
+    return rows
+
+
+def contention(rng, rounds: int) -> dict:
+    """The FP4 product alone, right after np.matmul (whose threads spin on), and after the package's own
+    product."""
+    functions = calls(GOAL_SHAPE, rng)
+    product, blas, own = functions["fp4 prepared"], functions["np.matmul"], functions["reference"]
+
+    def after(first):
+        def run():
+            first()
+            start = time.perf_counter()
+            product()
+            return time.perf_counter() - start
+
+        return run
+
+    kinds = {"alone": after(lambda: None), "after np.matmul": after(blas), "after fp4bf16": after(own)}
+    seconds = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, run in kinds.items():
+            time.sleep(SPIN_SECONDS)
+            seconds[name].append(run())
+    return {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
+
+
+def memory(rng) -> dict:
+    """Bytes of the peak of one FP4 product of prepared operands, and of what is still held after it."""
+    a, b = (fb.quantize(rng.standard_normal((1024, 1024), np.float32), axis=x) for x in (-1, -2))
+    out = np.empty((1024, 1024), np.float32)
+    fb.matmul(a, b, out=out)
+    gc.collect()
+    tracemalloc.start()
+    fb.matmul(a, b, out=out)
+    first, peak = tracemalloc.get_traced_memory()
+    fb.matmul(a, b, out=out)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {
+        "float32_operand": 4 * 1024 * 1024,
+        "packed_operand": a.nbytes,
+        "peak": peak,
+        "kept": max(first, kept),
+    }
+
+
+def machine() -> dict:
+    try:
+        model = next(
+            line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        model = platform.processor()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parents[3])
+    return {
+        "cpu": model, "cores": os.cpu_count(), "threads": num_threads(), "load": os.getloadavg()[0],
+        "python": platform.python_version(), "numpy": np.__version__, "fp4bf16": fb.__version__,
+        "commit": git.stdout.strip() or None, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="measure the CPU backend (the only one there is yet)"
+    )
+    parser.add_argument(
+        "--json", nargs="?", const=str(RESULTS), metavar="FILE", help=f"write {RESULTS} (or FILE)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "little"))
+    options = parser.parse_args(argv)
+    if not options.cpu:
+        parser.error("pass --cpu")
+    rng = np.random.default_rng(options.seed)
+    about = machine()
+    print(f"{about['cpu']}, {about['threads']} threads, load {about['load']:.2f}, seed {options.seed}")
+    print(f"{'op shape track':46s} | {'us':>9s} | {'GFLOP/s':>7s} | x np.matmul")
+    rows = []
+    for shape in SHAPES:
+        for row in measure(shape, rng, options.quick):
+            rows.append(row)
+            label = f"matmul {'x'.join(map(str, shape))} {row['track']}"
+            print(f"{label:46s} | {row['us']:9.1f} | {row['gflops']:7.1f} | {row['x_np']:.2f}", flush=True)
+    spin, bytes_ = contention(rng, 5 if options.quick else 15), memory(rng)
+    print("fp4 prepared 1024^3, us: " + ", ".join(f"{name} {us:.0f}" for name, us in spin.items()))
+    print("fp4 prepared 1024^3, KiB: " + ", ".join(f"{name} {b // 1024}" for name, b in bytes_.items()))
+    if options.json:
+        path = pathlib.Path(options.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        report = {
+            "machine": about,
+            "seed": options.seed,
+            "rows": rows,
+            "contention_us": spin,
+            "bytes": bytes_,
+        }
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"wrote {path}")
+    goal = next(r for r in rows if tuple(r["shape"]) == GOAL_SHAPE and r["track"] == "fp4 prepared")
+    missed = goal["x_np"] > GOAL
+    copied = bytes_["kept"] >= bytes_["float32_operand"]
+    print(f"goal: {goal['x_np']:.2f} x np.matmul at 1024^3, at most {GOAL}: "
+          f"{'MISSED' if missed else 'held'}; "
+          f"float32 copy {'KEPT' if copied else 'not kept'}")  # fmt: skip
+    return 1 if missed or copied else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
