@@ -185,89 +185,79 @@ def _figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
+def _curve(
+    lines: Sequence[dict],
+    keys: dict[str, str],
+    y_label: str,
+    caption: str,
+    limits: tuple[float, float] | None = None,
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """Figure of some columns over the alignment's iterations; `keys` are name of the line -> name of the
+    column.
+    """
+    series = [Series(name, _column(lines, "step"), _column(lines, key)) for name, key in keys.items()]
+    return _figure(
+        line_chart(series, "alignment iteration", y_label, limits=limits, marks=marks, description=caption),
+        caption,
+    )
+
+
 def _curves(stages: dict[str, list[dict]]) -> str:
-    base, align, probe = stages.get("base", []), stages.get("align", []), stages.get("probe", [])
-    base = [line for line in base if line.get("loss") is not None]
-    steps, loss = _column(base, "step"), _column(base, "loss")
-    window = max(1, len(loss) // 40)
+    align, probe = stages.get("align", []), stages.get("probe", [])
     start = [line["pixel_distance"] for line in probe[:1] if line.get("pixel_distance")]
-    limits = [(1.75 * value, "1.75 x base") for value in start]
     charts = [
-        _figure(
-            line_chart(
-                [Series("each step", steps, loss, faint=True), Series("mean", steps, smooth(loss, window))],
-                "step",
-                "loss",
-                description="Training loss of the base model",
-            ),
-            f"Base model: mean squared error of the velocity, and its mean over {window} steps.",
-        ),
-        _figure(
-            line_chart(
-                [
-                    Series("reward judge", _column(probe, "step"), _column(probe, "reward")),
-                    Series("held-out", _column(probe, "step"), _column(probe, "heldout")),
-                ],
-                "alignment iteration",
-                "probability",
-                limits=(0, 1),
-                description="Judges on the probe pictures",
-            ),
+        _base_curve([line for line in stages.get("base", []) if line.get("loss") is not None]),
+        _curve(
+            probe,
+            {"reward judge": "reward", "held-out": "heldout"},
+            "probability",
             "Mean probability of the winning style on the same probe pictures after every iteration: the "
             "judge that "
             "gives the reward, and the one that nothing was trained on.",
+            limits=(0, 1),
         ),
-        _figure(
-            line_chart(
-                [
-                    Series("best", _column(align, "step"), _column(align, "reward/best")),
-                    Series("explored", _column(align, "step"), _column(align, "reward/explored")),
-                    Series("worst", _column(align, "step"), _column(align, "reward/worst")),
-                ],
-                "alignment iteration",
-                "reward",
-                limits=(0, 1),
-                description="Rewards of the rollouts",
-            ),
-            "Reward of all FP4 rollouts, and of the best and the worst after they were made again in BF16 "
-            "(these are "
-            "the labels).",
+        _curve(
+            align,
+            {"best": "reward/best", "explored": "reward/explored", "worst": "reward/worst"},
+            "log-odds",
+            "Reward of all explored rollouts, and of the better and the worse half of those that were made "
+            "again in "
+            "BF16 (these are the labels).",
         ),
-        _figure(
-            line_chart(
-                [
-                    Series("loss", _column(align, "step"), _column(align, "loss")),
-                    Series("accuracy", _column(align, "step"), _column(align, "rewards/accuracies")),
-                ],
-                "alignment iteration",
-                "DPO",
-                marks=[(float(np.log(2)), "ln 2")],
-                description="DPO loss and accuracy",
-            ),
+        _curve(
+            align,
+            {"loss": "loss", "accuracy": "rewards/accuracies"},
+            "DPO",
             "DPO loss (ln 2 before the first update) and share of pairs with a positive margin.",
+            marks=[(float(np.log(2)), "ln 2")],
         ),
-        _figure(
-            line_chart(
-                [Series("distance", _column(probe, "step"), _column(probe, "pixel_distance"))],
-                "alignment iteration",
-                "distance",
-                marks=limits,
-                description="Kernel distance of pixel statistics",
-            ),
+        _curve(
+            probe,
+            {"distance": "pixel_distance"},
+            "distance",
             "Guard: kernel distance of the probe pictures' pixel statistics to the winning style.",
+            marks=[(1.75 * value, "1.75 x base") for value in start],
         ),
-        _figure(
-            line_chart(
-                [Series("2x2 pattern", _column(probe, "step"), _column(probe, "pattern"))],
-                "alignment iteration",
-                "amplitude",
-                marks=[(0.03, "limit")],
-                description="Amplitude of the 2x2 pattern",
-            ),
+        _curve(
+            probe,
+            {"2x2 pattern": "pattern"},
+            "amplitude",
             "Guard: amplitude of the mean 2x2 pattern, where a dot grid over every picture would show.",
+            marks=[(0.03, "limit")],
         ),
     ]
     return f'<h2>How it went</h2><div class="charts">{"".join(charts)}</div>'
+
+
+def _base_curve(lines: Sequence[dict]) -> str:
+    steps, loss = _column(lines, "step"), _column(lines, "loss")
+    window = max(1, len(loss) // 40)
+    series = [Series("each step", steps, loss, faint=True), Series("mean", steps, smooth(loss, window))]
+    chart = line_chart(series, "step", "loss", description="Training loss of the base model")
+    return _figure(
+        chart, f"Base model: mean squared error of the velocity, and its mean over {window} steps."
+    )
 
 
 def _guards(summary: dict) -> str:
