@@ -33,11 +33,6 @@ def as_arg(x: Any, name: str) -> Arg:
     if isinstance(x, QuantizedArray):
         return Arg(x, name, x.shape, wrap(x.packed, name).framework, None, None)
     if isinstance(x, DualWeight):
-        if len(x.shape) != 2:
-            raise ShapeError(
-                f"{name}: is a DualWeight of a convolution, of shape {x.shape}, but a product needs (K, N); "
-                f"call conv2d, or make one of the reshaped weight"
-            )
         return Arg(x, name, x.shape, x.framework, None, None)
     o = float_operand(x, name)
     return Arg(x, name, o.array.shape, o.framework, o.array, o.array.dtype)
@@ -98,6 +93,11 @@ def shapes(op: str, a: Arg, b: Arg) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if not x.shape:
             raise ShapeError(
                 f"{op}: {x.name} has shape (), but at least one axis is needed; multiply by a number with *"
+            )
+        if isinstance(x.value, DualWeight) and len(x.shape) != 2:  # here, since conv2d takes such a weight
+            raise ShapeError(
+                f"{x.name}: is a DualWeight of a convolution, {x.shape}, but a product needs (K, N); "
+                f"call conv2d, or make one of the reshaped weight"
             )
     k_a, k_b = a.shape[-1], b.shape[-2 if len(b.shape) > 1 else 0]
     if k_a != k_b:
