@@ -458,23 +458,17 @@ def sum_everywhere(typingctx, value):
 @intrinsic
 def sum_lanes(typingctx, value):
     """Sum of the lanes: lane i with i + 8, then + 4, + 2, + 1, in that order."""
-    if not _is(value, F32, F64, I32):
+    if not _is(value, F64):
         return None
 
     def codegen(context, builder, signature, args):
-        total, width = args[0], LANES
-        index = ir.IntType(32)
-        while width > 1:
-            width //= 2
-            low, high = (
-                ir.Constant(
-                    ir.VectorType(index, width), [ir.Constant(index, first + i) for i in range(width)]
-                )
-                for first in (0, width)
-            )
+        total = args[0]
+        for width in (8, 4, 2, 1):
+            kind = ir.VectorType(ir.IntType(32), width)
+            low, high = (ir.Constant(kind, [_index(first + i) for i in range(width)]) for first in (0, width))
             a, b = builder.shuffle_vector(total, total, low), builder.shuffle_vector(total, total, high)
-            total = builder.add(a, b) if _is(value, I32) else builder.fadd(a, b)
-        return builder.extract_element(total, ir.Constant(index, 0))
+            total = builder.fadd(a, b)
+        return builder.extract_element(total, _index(0))
 
     return value.lane(value), codegen
 
