@@ -114,7 +114,7 @@ class _Backward:
             through = self._through(up)
 
             def finish(y, rows, columns):
-                y += through[rows] @ down[columns].T
+                self.kernels.add_product(y, through[rows], down[columns].T)
 
         right = right_matrix(self.kernels, self.used_b, self.track_b, self.fmt)
         self.kernels.product(self.g_rows(), right.T, rows, finish)

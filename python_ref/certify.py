@@ -144,7 +144,7 @@ def sketch_factor(k=16, delta=1e-3):
 
 
 def estimate(x, w, y, k=16, seed=0):
-    """Estimate of |X W - Y|_F, unbiased in its square, from `k` Gaussian columns: 2 k (MK + KN + MN) operations.
+    """Estimate of |X W - Y|_F, unbiased in its square, from `k` Gaussian columns; 2 k (MK + KN + MN) flops.
 
     |X (W G) - Y G|_F^2 / k with G ~ N(0, 1), (N, k): Gaussian Freivalds (arXiv:1705.10449).
     """

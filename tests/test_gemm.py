@@ -139,6 +139,17 @@ def test_result_dtype(rng, dtypes, result, track):
     assert calc_diff(y, ref.matmul(a, b, track, accumulate=np.float64)) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_read_only_operands(rng, dtype):
+    a, b = draw(rng, (40, 64)).astype(dtype), draw(rng, (64, 30)).astype(dtype)
+    want = {track: fb.matmul(a, b, track=track) for track in ("bf16", "fp4", "reference")}
+    a.flags.writeable = b.flags.writeable = False
+    for track, y in want.items():
+        assert np.array_equal(fb.matmul(a, b, track=track), y)
+    da, db = fb.matmul_vjp(np.broadcast_to(np.float32(1), (40, 30)), a, b)
+    assert da.shape == a.shape and db.flags.writeable
+
+
 def test_reference_track_is_exact_in_float64(rng):
     a, b = rng.standard_normal((7, 40)), rng.standard_normal((40, 5))
     assert np.allclose(fb.matmul(a, b, track="reference"), a @ b, rtol=1e-14, atol=1e-14)

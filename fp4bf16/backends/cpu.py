@@ -29,6 +29,7 @@ _HOME = {
     **dict.fromkeys(
         (
             "ACTIVATIONS",
+            "add_product",
             "batched",
             "dense",
             "fake_quantized_matrix",

@@ -22,12 +22,15 @@ from ..formats import Format, QuantizedArray
 from ..interop import BFLOAT16, wrap
 from . import cpu_quantize as quantizer
 from . import cpu_quantize_kernels as kernels
+from .cpu_quantize import _flat
 from .threads import num_threads, parallel_chunks, run_inline
 
 _PANEL_BYTES = 2 << 20  # of one panel: half of a usual second-level cache
+_KEPT_BYTES = 4 << 20  # larger ones are freed after use
 _PANEL_ROWS = 128  # but never fewer rows: sgemm packs the other operand anew for every panel
 _CHUNK_FLOPS = 6_000_000  # least work worth waking a thread for (about 0.07 ms)
 _CHUNK_ELEMENTS = 1 << 16  # the same for conversions
+_MAKING = 20  # flops of a product in the time in which one element of an operand is decoded or rounded
 
 Finish = Callable[[np.ndarray, slice, slice], None]
 
@@ -35,23 +38,13 @@ Finish = Callable[[np.ndarray, slice, slice], None]
 # ---- conversions -------------------------------------------------------------------------------------------
 
 
-@njit(nogil=True, cache=True)
-def _widen(x, y):
-    """float32 bits of BF16 bits, (rows, k) each, any strides."""
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            y[i, j] = np.uint32(x[i, j]) << np.uint32(16)
-
-
-@njit(nogil=True, cache=True)
-def _narrow(x, y):
-    """BF16 bits nearest to float32 bits, ties to even; NaN stays NaN."""
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            b = x[i, j]
-            r = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            nan = (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            y[i, j] = np.uint16((b >> np.uint32(16)) | np.uint32(0x40)) if nan else np.uint16(r)
+def _to_bf16(x: np.ndarray, out: np.ndarray) -> None:
+    """out = the BF16 numbers nearest to x, ties to even; C-contiguous, float32 or the bits of BF16 each."""
+    if x.size < _CHUNK_ELEMENTS:  # not worth the way through the thread pool
+        kernels.round_bf16(_flat(x), 0, x.size, out.reshape(-1))
+    else:
+        source, target = _flat(x), out.reshape(-1)
+        parallel_chunks(x.size, lambda i, j: kernels.round_bf16(source, i, j, target), _CHUNK_ELEMENTS)
 
 
 @njit(nogil=True, cache=True)
@@ -77,8 +70,12 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], None]] = {"silu": _silu, "gelu": _
 
 def store_rows(y: np.ndarray, out: np.ndarray) -> None:
     """out[...] = y, both (rows, columns), rounded once to out's dtype."""
-    if out.dtype == BFLOAT16 and y.dtype == np.float32:
-        _narrow(y.view(np.uint32), out.view(np.uint16))
+    if out.dtype == BFLOAT16 and y.dtype == np.float32 and y.flags.c_contiguous:
+        bits = out.view(np.uint16)
+        target = bits if bits.flags.c_contiguous else np.empty(bits.shape, np.uint16)
+        _to_bf16(y, target)
+        if target is not bits:
+            bits[...] = target
     else:
         # float16: beyond 65504 is inf, without a warning from a worker thread
         with np.errstate(over="ignore"):
@@ -91,6 +88,8 @@ _local = threading.local()
 def _scratch(name: str, shape: tuple[int, int], dtype) -> np.ndarray:
     """This thread's panel called `name`, kept for the next: fresh pages would cost as much as decoding."""
     size = shape[0] * shape[1] * np.dtype(dtype).itemsize
+    if size > _KEPT_BYTES:
+        return np.empty(shape, dtype)
     buffer = getattr(_local, name, None)
     if buffer is None or buffer.nbytes < size:
         buffer = np.empty(size, np.uint8)
@@ -113,17 +112,15 @@ class Values:
     def fill(self, start: int, stop: int, panel: np.ndarray) -> None:
         part = self.x[start:stop]
         if part.dtype == BFLOAT16:
-            _widen(part.view(np.uint16), panel.view(np.uint32))
+            _to_bf16(
+                np.ascontiguousarray(part).view(np.uint16), panel
+            )  # widened: they are BF16 numbers already
             return
-        if part.dtype != panel.dtype or not part.flags.c_contiguous:
+        if not self.rounding or part.dtype != panel.dtype or not part.flags.c_contiguous:
             panel[...] = part
             part = panel
-        if self.rounding and part.size < _CHUNK_ELEMENTS:  # not worth the way through the thread pool
-            kernels.round_bf16(part.reshape(-1), 0, part.size, panel.reshape(-1))
-        elif self.rounding:
-            quantizer.round_bf16(part, panel)
-        elif part is not panel:
-            panel[...] = part
+        if self.rounding:
+            _to_bf16(part, panel)
 
 
 class Codes:
@@ -143,7 +140,7 @@ class Codes:
         scale = None if self.block_scale is None else self.block_scale[rows]
         quantizer.dequantize_rows(self.packed[rows], scale, outer, self.fmt, self.shape[1], panel)
         if self.rounding:
-            quantizer.round_bf16(panel, panel)
+            _to_bf16(panel, panel)
 
 
 class Quantised:
@@ -257,13 +254,14 @@ def product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None = None)
     (m, k), n = a.shape, b.shape[1]
     if m == 0 or n == 0:
         return
-    if 2 * m * k * n <= _CHUNK_FLOPS and k * min(m, n) <= _CHUNK_ELEMENTS:
-        run_inline(lambda: _product(a, b, out, finish))
+    threads = min(num_threads(), (2 * m * n + _MAKING * (m + n)) * k // _CHUNK_FLOPS)
+    if threads < 2:
+        run_inline(lambda: _product(a, b, out, finish, 1))
     else:
-        _product(a, b, out, finish)
+        _product(a, b, out, finish, threads)
 
 
-def _product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None) -> None:
+def _product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None, threads: int) -> None:
     (m, k), n = a.shape, b.shape[1]
     by_rows = m >= n  # the longer side is cut into panels, the other operand is made whole
     length, other = max(m, n), min(m, n)
@@ -273,7 +271,6 @@ def _product(a: Matrix, b: Matrix, out: np.ndarray, finish: Finish | None) -> No
     accumulator = a.rows.dtype if a.rows.dtype == b.rows.dtype else np.dtype(np.float64)
     fixed = kept.whole(scratch=k * other * accumulator.itemsize <= _PANEL_BYTES)
     made = None if streamed else cut.whole()
-    threads = min(num_threads(), max(1, 2 * m * k * n // _CHUNK_FLOPS))
     panels = _panels(length, max(k, other) * accumulator.itemsize, threads)
 
     def panel(start: int, stop: int) -> None:
@@ -317,6 +314,13 @@ def _multiply(left, right, target, accumulator, finish, rows, columns) -> None:
         finish(y, rows, columns)
     if not direct:
         store_rows(y, target)
+
+
+def add_product(y: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
+    """y += left @ right, float32: a low-rank branch into the accumulators of a panel."""
+    part = _scratch("branch", y.shape, y.dtype)
+    np.matmul(left, right, out=part)
+    y += part
 
 
 def batched(a: np.ndarray, b: np.ndarray, out: np.ndarray, finish: Finish | None = None) -> None:
