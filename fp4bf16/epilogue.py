@@ -8,6 +8,7 @@ import numpy as np
 
 from . import certify as certificates
 from .certify import ActivationNorms, Certificate, WeightNorms
+from .dispatch import backend_for
 from .dual import DualWeight
 from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
@@ -52,11 +53,12 @@ class Epilogue:
             y += self.residual[rows, columns]
 
 
-def with_branch(kernels, hidden: np.ndarray, up: np.ndarray, epilogue: Callable) -> Callable:
+def with_branch(hidden: np.ndarray, up: np.ndarray, epilogue: Callable) -> Callable:
     """`epilogue` after the low-rank branch: FP4 products first, T @ up into the same accumulators."""
+    add_product = backend_for().add_product
 
     def finish(y: np.ndarray, rows: slice, columns: slice) -> None:
-        kernels.add_product(y, hidden[rows], up[:, columns])
+        add_product(y, hidden[rows], up[:, columns])
         epilogue(y, rows, columns)
 
     return finish
@@ -117,7 +119,7 @@ def _linear(kernels, a: Arg, b: Arg, weight, track, fmt, y, dtype, epilogue, cer
     plain = a
     if track == "dual":
         a, hidden, up = branch(kernels, a, weight)
-        finish = with_branch(kernels, hidden, up, lambda *_: None)
+        finish = with_branch(hidden, up, lambda *_: None)
         parts["hidden"] = certificates.row_norms(hidden)
     a, x_norms = _activation(kernels, a, track, fmt, k)
     b, w_norms, w = _weight(kernels, b, weight, track, fmt)

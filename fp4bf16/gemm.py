@@ -92,7 +92,7 @@ def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify,
         finish = None if epilogue.empty else epilogue
         if track == "dual":
             a, hidden, up = branch(kernels, a, weight)
-            finish = with_branch(kernels, hidden, up, epilogue)
+            finish = with_branch(hidden, up, epilogue)
         _compute(kernels, a, b, track, fmt, target, lead, finish)
     if target.base is not array and target is not array and not np.may_share_memory(target, array):
         array.reshape(full)[...] = target
