@@ -151,7 +151,8 @@ def test_fp4_is_near_bf16(rng):
         bf16 = model(x, t, captions=bag).data
         model.apply_route({"conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"})
         fp4 = model(x, t, captions=bag).data
-    assert 0.005 < np.linalg.norm(fp4 - bf16) / np.linalg.norm(bf16) < 0.3
+    # about 0.28 on unfit weights: some twenty layers with 9 % in each operand
+    assert 0.05 < np.linalg.norm(fp4 - bf16) / np.linalg.norm(bf16) < 0.45
 
 
 def test_captions(rng):
