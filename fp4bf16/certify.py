@@ -250,7 +250,7 @@ def certificate(
     epilogue: bool = False,
     factor: float = 1.0,
     hidden: np.ndarray | None = None,
-    hidden_error: float = 0.0,
+    hidden_rows: int = 1,
     product_norm: float = 0.0,
     estimate: float | None = None,
     confidence: float | None = None,
@@ -261,12 +261,13 @@ def certificate(
         k: length of the sums. columns: of the result. outputs: its elements, default rows times columns.
         dtype: the result's. activation, epilogue: whether anything follows the product, and which activation.
         added: norms of bias and residual, a row each (`added_norms`). factor: `conv_factor`, 1 for a product.
-        hidden: norms (rows,) of T = bf16(x D) on the dual track. product_norm: |x @ w|_F as computed.
+        hidden: norms (rows,) of T = bf16(x D) on the dual track, each of `hidden_rows` rows of T.
+        product_norm: |x @ w|_F as computed.
         estimate: `sketch` of the products, confidence: its own.
     """
     size, used, error = (factor * v for v in (x.rows, x.rows_used, x.rows_error))
     hidden = np.zeros_like(size) if hidden is None else hidden
-    step = formulas.hidden_rounding(k, w.rank)
+    step = math.sqrt(hidden_rows) * formulas.hidden_rounding(k, w.rank)
     rows = formulas.dual_bound(size, error, hidden, w.sigma_used, w.sigma_error, w.sigma_up, step)
     outputs = size.size * columns if outputs is None else outputs
     bf16_rows, fp4_rows = size * w.sigma, used * w.sigma_used + hidden * w.sigma_up

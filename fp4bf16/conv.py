@@ -242,6 +242,7 @@ def _certified(kernels, x: Arg, w: Arg, geo, track, fmt, exact, rows, epilogue, 
         added = certificates.added_norms(geo.pixels, epilogue.bias, epilogue.residual)
         found = certificates.certificate(
             norms, weight, k=geo.k, columns=y.size, dtype=str(rows.dtype), activation=epilogue.name,
+            hidden_rows=geo.pixels,
             added=np.array([np.linalg.norm(added)]), epilogue=not epilogue.empty, factor=factor,
             product_norm=float(np.linalg.norm(y.astype(np.float64))), **parts,
         )  # fmt: skip
