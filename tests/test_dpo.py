@@ -274,9 +274,15 @@ def test_rank_fidelity_of_perfect_random_and_reversed(rng):
 
 
 def test_fidelity_of_arms(rng):
-    settings = Settings(keep=4, explore_steps=2, steps=50)
-    found = measure_fidelity(
-        _draw, _reward, _seeds(rng, 8, 16), list("abcdefgh"), settings, {"fp4": "fp4", "bf16": "bf16"}
-    )
+    prompts, settings = list("abcdefgh"), Settings(keep=4, explore_steps=2, steps=50)
+    made = rollout(_draw, _reward, _seeds(rng, 8, 16), prompts, settings)
+    calls = []
+
+    def draw(s, p, steps, track):
+        calls.append((len(s), steps, track))
+        return _draw(s, p, steps, track)
+
+    found = measure_fidelity(draw, _reward, made, prompts, settings)
+    assert calls == [(128, 2, "bf16"), (128, 50, "bf16")]  # the exploration itself is not repeated
     assert 0.5 < found["fidelity/fp4/spearman"] <= found["fidelity/bf16/spearman"] + 0.1
     assert found["fidelity/perfect_best"] == 1.5 and found["fidelity/random"] == 8.5

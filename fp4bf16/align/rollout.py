@@ -43,8 +43,8 @@ class Rollout:
     """Pairs of one iteration, with what happened on the way.
 
     chosen, rejected: pictures (pairs, H, W, C) made on the BF16 track; prompts: one a pair; rewards of both
-    (pairs,); explored: rewards of the exploration (prompts, seeds), NaN where a rollout stayed unhealthy;
-    stats: counts and means.
+    (pairs,); seeds: what was explored in the end (prompts, seeds); explored: their rewards, NaN where a
+    rollout stayed unhealthy; stats: counts and means.
     """
 
     chosen: np.ndarray
@@ -52,6 +52,7 @@ class Rollout:
     prompts: list[str]
     chosen_reward: np.ndarray
     rejected_reward: np.ndarray
+    seeds: np.ndarray
     explored: np.ndarray
     stats: dict[str, float] = field(default_factory=dict)
 
@@ -180,6 +181,7 @@ def rollout(
         [rows[i] for i in chosen],
         flat[chosen],
         flat[rejected],
+        seeds,
         explored,
         stats,
     )
@@ -204,33 +206,29 @@ def pair(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure_fidelity(
-    draw: Draw,
-    reward: Reward,
-    seeds: np.ndarray,
-    prompts: Sequence[str],
-    settings: Settings,
-    proxies: dict[str, str],
+    draw: Draw, reward: Reward, made: Rollout, prompts: Sequence[str], settings: Settings
 ) -> dict[str, float]:
-    """Rank fidelity of cheap explorations (``name: track``, `explore_steps` each) against BF16 with all
-    steps.
+    """Rank fidelity of the exploration of `made`, and of BF16 with as few steps, against BF16 with all steps.
 
     Every seed is made again in full, so this costs more than the rollout: measure it on some iterations.
-    Keys are ``fidelity/<name>/<measure>`` of `rank_fidelity`. Seeds that are not healthy in one of the arms
-    are left out as the lowest rank of that arm.
+    Keys are ``fidelity/<track>/<measure>`` of `rank_fidelity`. A seed that is not healthy in an arm has the
+    lowest rank there.
     """
-    rows = [p for p in prompts for _ in range(seeds.shape[1])]
+    rows = [p for p in prompts for _ in range(made.seeds.shape[1])]
 
-    def rewards(steps: int, track: str) -> np.ndarray:
-        pictures = draw(seeds.reshape(-1), rows, steps, track)
+    def rewards(steps: int) -> np.ndarray:
+        pictures = draw(made.seeds.reshape(-1), rows, steps, "bf16")
         good = healthy(pictures)
         values = np.full(len(rows), -np.inf)
         values[good] = score(reward, pictures[good], [rows[i] for i in np.flatnonzero(good)])
-        return values.reshape(seeds.shape)
+        return values.reshape(made.seeds.shape)
 
-    true = rewards(settings.steps, "bf16")
-    result: dict[str, float] = {}
-    for name, track in proxies.items():
-        found = rank_fidelity(rewards(settings.explore_steps, track), true, settings.keep // 2)
+    arms = {settings.explore_track: np.where(np.isfinite(made.explored), made.explored, -np.inf)}
+    if "bf16" not in arms:
+        arms["bf16"] = rewards(settings.explore_steps)
+    true, result = rewards(settings.steps), {}
+    for track, proxy in arms.items():
+        found = rank_fidelity(proxy, true, settings.keep // 2)
         shared = {f"fidelity/{k}": found.pop(k) for k in ("perfect_best", "perfect_worst", "random")}
-        result |= shared | {f"fidelity/{name}/{k}": v for k, v in found.items()}
+        result |= shared | {f"fidelity/{track}/{k}": v for k, v in found.items()}
     return result

@@ -79,7 +79,7 @@ class AlignConfig:
     lr: float = 5e-5
     clip: float = 1.0
     jitter: int = 1  # largest shift of a pair in pixels
-    fidelity_every: int = 3  # iterations between measurements of the rank fidelity
+    fidelity_every: int = 5  # iterations between measurements of the rank fidelity
     retries: int = 2  # new seeds tried for a rollout that is not healthy
 
 

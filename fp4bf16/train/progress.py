@@ -6,6 +6,7 @@ import sys
 import time
 from typing import Any
 
+from ..backends.compiled import FIRST_RUN, kernels_cached
 from .extras import optional
 
 
@@ -66,13 +67,6 @@ def _short(value: float | str) -> str:
 
 
 def announce_compilation(say) -> None:
-    """Say that the first run compiles, where no compiled kernel of this version is cached yet."""
-    import os
-
-    from .. import backends
-
-    folder = os.environ.get("NUMBA_CACHE_DIR") or os.path.join(
-        os.path.dirname(backends.__file__), "__pycache__"
-    )
-    if not any(name.endswith(".nbc") for _, _, names in os.walk(folder) for name in names):
-        say("first run on this machine: the CPU kernels are compiled once (up to a minute), then cached")
+    """Say that the first run compiles, where no compiled kernel is cached yet."""
+    if not kernels_cached():
+        say(FIRST_RUN)

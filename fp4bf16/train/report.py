@@ -33,7 +33,7 @@ table, .tile, svg text, figcaption, .pair span {
   grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr));
 }
 .tile { border-top: 2px solid var(--ink); padding-top: .6rem; }
-.tile b { display: block; font-size: 1.75rem; font-weight: 600; line-height: 1.2; }
+.tile b { display: block; font-size: 1.5rem; font-weight: 600; line-height: 1.3; white-space: nowrap; }
 .tile span { display: block; font-size: .82rem; line-height: 1.35; color: var(--muted); }
 .bad, .tile.bad b { color: var(--bad); }
 .charts {
@@ -46,7 +46,7 @@ svg { display: block; width: 100%; height: auto; }
 svg text { font-size: 11.5px; }
 .gallery {
   display: grid; gap: 1.4rem 1.2rem;
-  grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr));
+  grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr));
 }
 .pair div { display: grid; grid-template-columns: 1fr 1fr; gap: 4px; }
 .pair img { width: 100%; display: block; image-rendering: pixelated; }
@@ -87,7 +87,7 @@ def build_report(
         _gallery(pairs),
         _curves(by_stage),
         _guards(summary),
-        _fidelity(by_stage, summary),
+        _fidelity(by_stage),
         _times(summary),
         f"<details><summary>Configuration</summary><pre>{html.escape(config_text)}</pre></details>",
         "<footer>Written by fp4bf16. Every number stands in metrics.jsonl beside this page.</footer>",
@@ -289,50 +289,36 @@ def _range(row: dict) -> str:
     )
 
 
-def _fidelity(stages: dict[str, list[dict]], summary: dict) -> str:
+def _fidelity(stages: dict[str, list[dict]]) -> str:
     lines = [line for line in stages.get("align", []) if line.get("fidelity/fp4/spearman") is not None]
     if not lines:
         return ""
-    names = [("fp4", "FP4, few steps"), ("bf16", "BF16, few steps")]
-    chart = _figure(
-        line_chart(
-            [
-                Series(label, _column(lines, "step"), _column(lines, f"fidelity/{key}/spearman"))
-                for key, label in names
-            ],
-            "alignment iteration",
-            "Spearman",
-            limits=(0, 1),
-            description="Rank fidelity",
-        ),
-        "Spearman correlation, within each prompt, of the cheap rewards with those of the full BF16 "
-        "sampling of the "
-        "same seeds.",
+    arms = {"FP4": "fp4", "BF16": "bf16"}
+    chart = _curve(
+        lines,
+        {name: f"fidelity/{key}/spearman" for name, key in arms.items()},
+        "Spearman",
+        "Spearman correlation, within each prompt, of the rewards after few steps with those of the full "
+        "BF16 sampling of the same seeds.",
+        limits=(0, 1),
     )
+    columns = ("spearman", "hit_best", "hit_worst", "rank_best", "rank_worst")
     rows = "".join(
-        f"<tr><td>{label}</td>"
-        + "".join(
-            f"<td>{number(_mean(lines, f'fidelity/{key}/{measure}'))}</td>"
-            for measure in ("spearman", "hit_best", "hit_worst", "rank_best", "rank_worst")
-        )
+        f"<tr><td>{name}, few steps</td>"
+        + "".join(f"<td>{number(_mean(lines, f'fidelity/{key}/{column}'))}</td>" for column in columns)
         + "</tr>"
-        for key, label in names
+        for name, key in arms.items()
     )
-    perfect = lines[-1]
-    note = (
-        f"Perfect ranks are {number(perfect.get('fidelity/perfect_best'))} and "
-        f"{number(perfect.get('fidelity/perfect_worst'))}, random ones "
-        f"{number(perfect.get('fidelity/random'))} "
-        f"and {number(perfect.get('fidelity/random'))}."
+    best, worst, blind = (
+        number(lines[-1].get(f"fidelity/{k}")) for k in ("perfect_best", "perfect_worst", "random")
     )
     return (
-        "<h2>Does the cheap exploration rank as the full sampling does?</h2><p>FP4 rewards choose seeds, "
-        "they are "
-        f"never labels. {note}</p><div class=charts>{chart}<div class=scroll><table><tr><th>explored "
-        "with</th>"
-        "<th>Spearman</th><th>hits, best</th><th>hits, worst</th><th>true rank of best</th><th>of "
-        "worst</th></tr>"
-        f"{rows}</table></div></div>"
+        "<h2>Does the cheap exploration rank as the full sampling does?</h2>"
+        "<p>Explored rewards choose seeds, they are never labels. A perfect proxy's picks have true ranks of "
+        f"{best} and {worst} in the mean, a blind one's {blind}.</p>"
+        f"<div class=charts>{chart}</div><div class=scroll><table><tr><th>explored with</th><th>Spearman</th>"
+        "<th>hits, best</th><th>hits, worst</th><th>true rank of best</th><th>of worst</th></tr>"
+        f"{rows}</table></div>"
     )
 
 

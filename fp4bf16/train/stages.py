@@ -138,8 +138,7 @@ def _rollout(run: Run, iteration: int) -> tuple[dict[str, float], explore.Rollou
     pairs = explore.rollout(run.model.draw, reward, seeds, prompts, settings, run.seed(f"select/{iteration}"))
     stats = dict(pairs.stats)
     if iteration % c.fidelity_every == 0 or iteration + 1 == c.iterations:
-        proxies = {"fp4": "fp4", "bf16": "bf16"}
-        found = explore.measure_fidelity(run.model.draw, reward, seeds, prompts, settings, proxies)
+        found = explore.measure_fidelity(run.model.draw, reward, pairs, prompts, settings)
         stats |= found
         run.results.setdefault("fidelity", []).append(found)
     return stats, pairs
