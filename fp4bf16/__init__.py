@@ -5,6 +5,13 @@ from __future__ import annotations
 import importlib
 
 from ._version import __version__
+
+# Imported now, not at first use: `quantize`, `attention` and `compare` name both a module and its function, and the
+# function must win. These modules are light; numba is imported by the first kernel that runs.
+from .attention import attention, attention_vjp
+from .certify import Certificate
+from .compare import compare
+from .conv import conv2d, conv2d_vjp
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -17,28 +24,20 @@ from .errors import (
     UnsupportedArchError,
 )
 from .formats import FORMATS, Format, QuantizedArray, QuantStats, get_format
+from .gemm import DualWeight, linear, linear_vjp, matmul, matmul_vjp
+from .io import load, save
+from .quantize import dequantize, quantize
 from .tracks import match_route, tracks
 
-# Imported now, not at first use: `quantize`, `attention` and `compare` name both a module and its function, and the
-# function must win. These modules are light; numba is imported by the first kernel that runs.
-# --- interim while the modules are being written: import those that exist ---
-import pathlib as _p
-_LAZY = {
-    "quantize": ("quantize", "dequantize"), "compare": ("compare",), "io": ("save", "load"),
-    "gemm": ("matmul", "matmul_vjp", "linear", "linear_vjp", "DualWeight"),
-    "conv": ("conv2d", "conv2d_vjp"), "attention": ("attention", "attention_vjp"), "certify": ("Certificate",),
-}  # fmt: skip
-for _m, _names in _LAZY.items():
-    if (_p.Path(__file__).parent / f"{_m}.py").exists():
-        _mod = importlib.import_module(f".{_m}", __name__)
-        for _n in _names:
-            globals()[_n] = getattr(_mod, _n)
+#: Imported at first use.
 _MODULES = ("nn", "diffusion", "align", "train", "testing", "python_ref")
 
 __all__ = [
-    "FORMATS", "CheckpointError", "ConfigError", "CudaError", "DTypeError", "Format", "LibraryError",
-    "NonFiniteError", "QuantStats", "QuantizedArray", "RewardError", "ShapeError", "UnsupportedArchError",
-    "__version__", "get_format", "match_route", "tracks", *_MODULES,
+    "FORMATS", "Certificate", "CheckpointError", "ConfigError", "CudaError", "DTypeError", "DualWeight", "Format",
+    "LibraryError", "NonFiniteError", "QuantStats", "QuantizedArray", "RewardError", "ShapeError",
+    "UnsupportedArchError", "__version__", "attention", "attention_vjp", "compare", "conv2d", "conv2d_vjp",
+    "dequantize", "get_format", "linear", "linear_vjp", "load", "match_route", "matmul", "matmul_vjp", "quantize",
+    "save", "tracks", *_MODULES,
 ]  # fmt: skip
 
 
