@@ -1,4 +1,4 @@
-"""fp4bf16: one computation on two tracks, FP4 for the bulk and BF16 to anchor it, from any array framework."""
+"""One computation on two tracks: FP4 for the bulk, BF16 to anchor it, from any array framework."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 
 from ._version import __version__
 
-# Imported now, not at first use: `quantize`, `attention` and `compare` name both a module and its function, and the
-# function must win. These modules are light; numba is imported by the first kernel that runs.
+# Imported now, not at first use: `quantize`, `attention` and `compare` name both a module and its function,
+# and the function must win. These modules are light; numba is imported by the first kernel that runs.
 from .attention import attention, attention_vjp
 from .certify import Certificate
 from .compare import compare
@@ -33,11 +33,11 @@ from .tracks import match_route, tracks
 _MODULES = ("nn", "diffusion", "align", "train", "testing", "python_ref")
 
 __all__ = [
-    "FORMATS", "Certificate", "CheckpointError", "ConfigError", "CudaError", "DTypeError", "DualWeight", "Format",
-    "LibraryError", "NonFiniteError", "QuantStats", "QuantizedArray", "RewardError", "ShapeError",
+    "FORMATS", "Certificate", "CheckpointError", "ConfigError", "CudaError", "DTypeError", "DualWeight",
+    "Format", "LibraryError", "NonFiniteError", "QuantStats", "QuantizedArray", "RewardError", "ShapeError",
     "UnsupportedArchError", "__version__", "attention", "attention_vjp", "compare", "conv2d", "conv2d_vjp",
-    "dequantize", "get_format", "linear", "linear_vjp", "load", "match_route", "matmul", "matmul_vjp", "quantize",
-    "save", "tracks", *_MODULES,
+    "dequantize", "get_format", "linear", "linear_vjp", "load", "match_route", "matmul", "matmul_vjp",
+    "quantize", "save", "tracks", *_MODULES,
 ]  # fmt: skip
 
 
