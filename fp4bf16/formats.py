@@ -72,10 +72,12 @@ class QuantStats:
     """What the quantiser saw. Norms are sums of squares in float64; rows are those of the stored layout.
 
     Attributes:
-        row_norm_sq, row_quantized_norm_sq, row_error_sq: float64 (rows,), of x, of its quantised value, of their
-            difference. The certificate of a product is made of these.
-        clipped: elements beyond the largest code of their block. underflowed_blocks: blocks under the least scale.
-        zero_blocks: blocks of zeros. overflow: blocks beyond what the outer scale reaches (fails a certificate).
+        row_norm_sq, row_quantized_norm_sq, row_error_sq: float64 (rows,), of x, of its quantised value, of
+            their difference. The certificate of a product is made of these.
+        clipped: elements beyond the largest code of their block. underflowed_blocks: blocks under the least
+            scale.
+        zero_blocks: blocks of zeros. overflow: blocks beyond what the outer scale reaches (fails a
+            certificate).
         source_dtype: dtype of x.
     """
 
@@ -105,15 +107,15 @@ class QuantStats:
 class QuantizedArray:
     """A quantised array: packed codes, block scales, outer scales; data, not a handle.
 
-    The bytes are stored with the blocked axis last: stored axis ``order[i]`` is logical axis ``i``. `shape` is
-    logical (the padding of K is not in it) and ``.T`` is a view of the same bytes.
+    The bytes are stored with the blocked axis last: stored axis ``order[i]`` is logical axis ``i``. `shape`
+    is logical (the padding of K is not in it) and ``.T`` is a view of the same bytes.
 
     Attributes:
         packed: uint8 (\\*lead, K_padded / 2), two E2M1 codes a byte, low nibble = even k; for "fp8" uint8
             (\\*lead, K), one E4M3 byte an element. An array of the caller's framework.
         block_scale: uint8 (\\*lead, K_padded / block) E4M3 or E8M0 bytes in linear layout; None for "fp8".
-        outer_scale: float32 with as many axes as the stored array, 1 where it does not vary (always 1 in the last):
-            the decode scale, it multiplies; None for "mxfp4".
+        outer_scale: float32 with as many axes as the stored array, 1 where it does not vary (always 1 in the
+            last): the decode scale, it multiplies; None for "mxfp4".
         format: the `Format`. shape: logical shape. order: see above.
         stats: `QuantStats` of the quantisation, or None for a container made by hand or loaded.
 
@@ -139,7 +141,9 @@ class QuantizedArray:
         self.shape, self.order = tuple(map(int, self.shape)), tuple(map(int, self.order))
         n = len(self.shape)
         if n == 0 or sorted(self.order) != list(range(n)):
-            raise ShapeError(f"QuantizedArray: order {self.order} is not a permutation of the {n} axes of {self.shape}")
+            raise ShapeError(
+                f"QuantizedArray: order {self.order} is not a permutation of the {n} axes of {self.shape}"
+            )
         self._check("packed", self.packed, self.k_padded // 2 if self.format.block else self.k)
         if self.format.block:
             self._check("block_scale", self.block_scale, self.k_padded // self.format.block)
@@ -151,11 +155,11 @@ class QuantizedArray:
         if array is None or tuple(array.shape) != want:
             got = None if array is None else tuple(array.shape)
             raise ShapeError(
-                f"QuantizedArray: {name} of a {self.format} array of shape {self.shape} stored in order {self.order} "
-                f"must be {want}, but is {got}"
+                f"QuantizedArray: {name} of a {self.format} array of shape {self.shape} stored in order "
+                f"{self.order} must be {want}, but is {got}"
             )
 
-    # ---- shape ---------------------------------------------------------------------------------------------------
+    # ---- shape
     @property
     def ndim(self) -> int:
         return len(self.shape)
@@ -214,7 +218,9 @@ class QuantizedArray:
             axes = tuple(axes[0])
         axes = axes or tuple(reversed(range(self.ndim)))
         if sorted(a % self.ndim for a in axes) != list(range(self.ndim)):
-            raise ShapeError(f"transpose: axes {axes} are not a permutation of the {self.ndim} axes of {self.shape}")
+            raise ShapeError(
+                f"transpose: axes {axes} are not a permutation of the {self.ndim} axes of {self.shape}"
+            )
         axes = tuple(a % self.ndim for a in axes)
         view = _copy.copy(self)
         view.shape = tuple(self.shape[a] for a in axes)
@@ -235,10 +241,10 @@ class QuantizedArray:
         axes[-2:] = axes[:-3:-1]
         return self.transpose(*axes)
 
-    # ---- data ----------------------------------------------------------------------------------------------------
+    # ---- data
     @property
     def expanded(self):
-        """E4M3 bytes, uint8 (\\*lead, K_padded), block scale folded in; exact for "nvfp4_exact". Made once."""
+        """E4M3 bytes, uint8 (\\*lead, K_padded), block scale folded in: exact for "nvfp4_exact"."""
         if self._expanded is None:
             from .quantize import expand  # floor above: only the data's owner may ask for it
 

@@ -1,7 +1,8 @@
 """Arrays of any supported framework in, arrays of the same framework out, without a copy.
 
-An operand is wrapped at the door (`wrap`), stays a NumPy view inside the CPU backend, and its result is unwrapped
-on the way out (`unwrap`). Frameworks are recognised by the arrays themselves: nothing is imported here.
+An operand is wrapped at the door (`wrap`), stays a NumPy view inside the CPU backend, and its result is
+unwrapped on the way out (`unwrap`). Frameworks are recognised by the arrays themselves: nothing is imported
+here.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def _from_torch(x: Any, name: str) -> np.ndarray:
     if x.requires_grad:
         x = x.detach()
     if x.layout != torch.strided or x.is_conj() or x.is_neg():
-        raise TypeError(f"{name}: is a PyTorch tensor with layout {x.layout}, but dense strided data is needed; "
-                        f"pass {name}.to_dense() or {name}.resolve_conj()")  # fmt: skip
+        raise TypeError(f"{name}: is a PyTorch tensor with layout {x.layout}, but dense strided data is "
+                        f"needed; pass {name}.to_dense() or {name}.resolve_conj()")  # fmt: skip
     if x.dtype == torch.bfloat16:  # NumPy has no bfloat16: the same bits travel as int16
         return x.view(torch.int16).numpy().view(BFLOAT16)
     if x.dtype in (getattr(torch, n, None) for n in ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2")):
@@ -119,8 +120,8 @@ def wrap(x: Any, name: str) -> Operand:
     package = type(x).__module__.split(".")[0]
     how = _HOW.get(package, "numpy.asarray(x)")
     raise TypeError(
-        f"{name}: is a {type(x).__module__}.{type(x).__qualname__}, but NumPy arrays and PyTorch CPU tensors are "
-        f"what is taken here; convert it with {how}"
+        f"{name}: is a {type(x).__module__}.{type(x).__qualname__}, but NumPy arrays and PyTorch CPU tensors "
+        f"are what is taken here; convert it with {how}"
     )
 
 
@@ -152,8 +153,8 @@ def common_framework(op: str, *operands: Operand) -> str:
     for other in operands[1:]:
         if other.framework != first.framework:
             raise TypeError(
-                f"{op}: {first.name} is a {first.framework} array but {other.name} is a {other.framework} array; "
-                f"convert one of them so that all operands come from one framework"
+                f"{op}: {first.name} is a {first.framework} array but {other.name} is a {other.framework} "
+                f"array; convert one of them so that all operands come from one framework"
             )
     return first.framework
 
@@ -169,7 +170,8 @@ def common_dtype(*operands: Operand) -> np.dtype:
 def output(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, framework: str, inputs: tuple = ()):
     """The array that a result is written to: ``(ndarray, object to return)``.
 
-    `out` is checked: framework, shape, dtype, writeable, and no memory shared with an input (np.ndarray `inputs`).
+    `out` is checked: framework, shape, dtype, writeable, and no memory shared with an input (np.ndarray
+    `inputs`).
     """
     if out is None:
         array = np.empty(shape, dtype)
@@ -188,5 +190,7 @@ def output(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, framework
         raise ValueError(f"{op}: out is read-only; pass a writeable array, for example out.copy()")
     for x in inputs:
         if x is not None and np.may_share_memory(target.array, x) and np.shares_memory(target.array, x):
-            raise ValueError(f"{op}: out overlaps an input in memory; pass an out that shares nothing with the operands")
+            raise ValueError(
+                f"{op}: out overlaps an input in memory; pass an out that shares nothing with the operands"
+            )
     return target.array, out

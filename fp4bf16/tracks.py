@@ -1,4 +1,4 @@
-"""Which track a call runs on: argument, ``with tracks(...)``, ``FP4BF16_TRACK``, and routes by parameter name."""
+"""The track of a call: argument, ``with tracks(...)``, ``FP4BF16_TRACK``, and routes by parameter name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def resolve_track(track: str | None, default: str) -> str:
 
 
 def match_route(route: Mapping[str, str] | None, name: str, default: str = "bf16") -> str:
-    """Track of the parameter or layer `name` under `route`: the first pattern, in the dict's order, that matches.
+    """Track of the parameter or layer `name` under `route`: the first pattern that matches, in dict order.
 
     A route is a plain dict from a shell-style pattern to a track.
 

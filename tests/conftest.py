@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, settings
 
 SHARED = pathlib.Path(__file__).resolve().parents[2] / "shared"  # peers' answers, where they are at hand
 
-settings.register_profile("default", max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-settings.register_profile("thorough", max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+for _name, _examples in (("default", 50), ("thorough", 1000)):
+    settings.register_profile(
+        _name, max_examples=_examples, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 settings.load_profile(os.environ.get("FP4BF16_HYPOTHESIS", "default"))
 
 _SEED = int(os.environ.get("FP4BF16_TEST_SEED", int.from_bytes(os.urandom(4), "little")))

@@ -1,8 +1,8 @@
 """One thread pool at a time.
 
-OpenBLAS keeps its idle threads spinning for a while after a product; a second pool that starts in that time shares
-the cores with them (a factor 6 was seen on two cores). So the package has one small pool of its own: every kernel
-and every BLAS call runs on row chunks inside it, with BLAS held to one thread meanwhile.
+OpenBLAS keeps its idle threads spinning for a while after a product; a second pool that starts in that time
+shares the cores with them (a factor 6 was seen on two cores). So the package has one small pool of its own:
+every kernel and every BLAS call runs on row chunks inside it, with BLAS held to one thread meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ def _available() -> int:
 
 
 def num_threads() -> int:
-    """Threads that a CPU kernel uses: `set_num_threads`, else ``FP4BF16_NUM_THREADS``, else the usable cores."""
+    """Threads that a CPU kernel uses: `set_num_threads`, else ``FP4BF16_NUM_THREADS``, else usable cores."""
     global _threads
     if _threads is None:
         text = os.environ.get("FP4BF16_NUM_THREADS", "")
         if text and not (text.isdigit() and int(text) > 0):
-            raise ValueError(f"FP4BF16_NUM_THREADS: {text!r} is not a positive whole number; unset it or give e.g. 2")
+            raise ValueError(
+                f"FP4BF16_NUM_THREADS: {text!r} is not a positive whole number; unset it or give e.g. 2"
+            )
         _threads = int(text) if text else _available()
     return _threads
 
@@ -80,7 +82,8 @@ def _blas() -> _Blas | None:
 
 def blas_name() -> str:
     """Whether BLAS threads can be held, for ``fp4bf16 info``."""
-    return "OpenBLAS (threads held to one inside a kernel)" if _blas() else "unknown BLAS (threads left alone)"
+    held = "OpenBLAS (threads held to one inside a kernel)"
+    return held if _blas() else "unknown BLAS (threads left alone)"
 
 
 class blas_limit:
@@ -150,9 +153,9 @@ def _pool(n: int) -> SimpleQueue:
 def parallel_chunks(n: int, fn: Callable[[int, int], None], min_rows: int = 1) -> None:
     """Call ``fn(start, stop)`` on contiguous chunks that cover ``range(n)``, one chunk a thread.
 
-    The chunks depend on `n`, `min_rows` (the smallest chunk worth a thread) and the thread count alone, so results
-    repeat. `fn` must release the GIL where it matters. Calls from inside a chunk run inline. An exception of any
-    chunk is raised here after all of them have ended.
+    The chunks depend on `n`, `min_rows` (the smallest chunk worth a thread) and the thread count alone, so
+    results repeat. `fn` must release the GIL where it matters. Calls from inside a chunk run inline. An
+    exception of any chunk is raised here after all of them have ended.
 
     >>> seen = []
     >>> parallel_chunks(10, lambda start, stop: seen.append((start, stop)), min_rows=100)
