@@ -109,7 +109,7 @@ def dpo_step(
     return float(np.logaddexp(0, -margin).mean()), float((margin > 0).mean())
 
 
-def main(base_steps: int = 250, rounds: int = 6) -> tuple[float, float]:
+def main(base_steps: int = 200, rounds: int = 6) -> tuple[float, float]:
     """Train, align, and return the mean reward of 64 pictures before and after (same noise)."""
     faces = load_pairs(16).select(role="policy", word="face").images.reshape(-1, 16, 16, 3)
     model = UNet2D(UNetConfig.tiny(), seed=SEED)
