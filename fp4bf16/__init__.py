@@ -23,6 +23,7 @@ from .errors import (
     ShapeError,
     UnsupportedArchError,
 )
+from .foreign import from_parts, recast
 from .formats import FORMATS, Format, QuantizedArray, QuantStats, get_format
 from .gemm import DualWeight, linear, linear_vjp, matmul, matmul_vjp
 from .io import load, save
@@ -34,10 +35,10 @@ _MODULES = ("nn", "diffusion", "align", "train", "testing", "python_ref")
 
 __all__ = [
     "FORMATS", "Certificate", "CheckpointError", "ConfigError", "CudaError", "DTypeError", "DualWeight",
-    "Format", "LibraryError", "NonFiniteError", "QuantStats", "QuantizedArray", "RewardError", "ShapeError",
-    "UnsupportedArchError", "__version__", "attention", "attention_vjp", "compare", "conv2d", "conv2d_vjp",
-    "dequantize", "get_format", "linear", "linear_vjp", "load", "match_route", "matmul", "matmul_vjp",
-    "quantize", "save", "tracks", *_MODULES,
+    "Format", "LibraryError", "NonFiniteError", "QuantStats", "QuantizedArray", "RewardError",
+    "ShapeError", "UnsupportedArchError", "__version__", "attention", "attention_vjp", "compare",
+    "conv2d", "conv2d_vjp", "dequantize", "from_parts", "get_format", "linear", "linear_vjp", "load",
+    "match_route", "matmul", "matmul_vjp", "quantize", "recast", "save", "tracks", *_MODULES,
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ FLOORS = [
     {"formats", "interop", "tracks"},
     {"backends", "tune"},
     {"dispatch"},
-    {"quantize", "certify", "compare", "io"},
+    {"quantize", "certify", "compare", "io", "foreign"},
     {"dual", "operands", "epilogue", "gemm", "gemm_vjp", "conv", "attention"},
     {"nn", "frameworks", "testing"},
     {"routing", "consistency", "diffusion"},
