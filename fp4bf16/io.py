@@ -149,6 +149,12 @@ def load(path, framework: str = "numpy") -> dict[str, Any]:
 
     Raises:
         ValueError: the file is not a safetensors file or is damaged; the sentence says where.
+
+    >>> import numpy as np, fp4bf16 as fb, tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "x.safetensors"
+    >>> fb.save(path, {"x": np.arange(3)})
+    >>> fb.load(path)["x"].tolist()
+    [0, 1, 2]
     """
     if framework not in ("numpy", "torch"):
         raise ValueError(f"load: framework is {framework!r}, but 'numpy' or 'torch' is needed")
