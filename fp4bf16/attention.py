@@ -14,7 +14,7 @@ import numpy as np
 from .dispatch import backend_for, check_stream
 from .errors import DTypeError, ShapeError
 from .formats import Format, QuantizedArray, get_format
-from .interop import FLOATS, Operand, common_dtype, common_framework, float_operand, np_dtype, output
+from .interop import FLOATS, Operand, common_dtype, common_framework, float_operand, np_dtype, output, outputs
 from .tracks import resolve_track
 
 QUERY_BLOCK = 128  # queries that share one mean (SageAttention3)
@@ -193,13 +193,15 @@ def attention(q, k, v, *, track=None, causal=False, scale=None, out=None, stream
     return returned
 
 
-def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="nvfp4_exact", outliers=16):
+def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="nvfp4_exact", outliers=16,
+                  out=None, stream=None):  # fmt: skip
     """Gradients (dq, dk, dv) of sum(g * attention(q, k, v)), in the dtypes of q, k and v.
 
     The scores and weights are computed again as the track computes them (FlashAttention, arXiv:2205.14135,
     appendix B.2): dv = P^T g, dS = P (g v^T - row sum), dq = scale dS k, dk = scale dS^T q, straight through
     the quantiser. g, P and dS are BF16 where they enter a product, except on the "reference" track. The
-    arguments and what is raised are those of `attention`; g is (batch, seq_q, heads, dim_v).
+    arguments and what is raised are those of `attention`; g is (batch, seq_q, heads, dim_v), `out` has an
+    array or None for each of dq, dk, dv.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> q = np.zeros((1, 2, 1, 16), np.float32)
@@ -208,6 +210,7 @@ def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="n
     >>> dv[0, 0, 0]
     array([1., 1., 1., 1.], dtype=float32)
     """
+    check_stream("attention_vjp", stream)
     g, q, k, v = _operand(g, "g"), _operand(q, "q"), _operand(k, "k"), _operand(v, "v")
     framework = common_framework("attention_vjp", q, k, v, g)
     track, exact, scale = _settings(track, q, k, v, scale, outliers)
@@ -215,18 +218,18 @@ def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="n
     if g.shape != want:
         raise ShapeError(f"attention_vjp: g has shape {g.shape} but the result has shape {want}; "
                          f"g is the gradient in that result")  # fmt: skip
+    inputs, out = [o.array for o in (g, q, k, v)], outputs("attention_vjp", out, ("dq", "dk", "dv"))
+    made = [output("attention_vjp", given, o.shape, o.array.dtype, framework, inputs)
+            for given, o in zip(out, (q, k, v), strict=True)]  # fmt: skip
     kernels = backend_for(g, q, k, v)
     used = _operands(kernels, q, k, v, track, exact, format, outliers, backward=True)
     flow = _heads_first(g.array)
     flow = kernels.values(flow, exact) if track == "reference" else kernels.rounded(flow)
     flow = flow.astype(used.q.dtype, copy=False)
     gradients = kernels.attention_backward(flow, used.scores, used[1:], bool(causal), scale, _ROUNDING[track])
-    results = []
-    for gradient, operand in zip(gradients, (q, k, v), strict=True):
-        target, returned = output("attention_vjp", None, operand.shape, operand.array.dtype, framework)
+    for gradient, (target, _) in zip(gradients, made, strict=True):
         kernels.store(_seq_first(gradient, q), target)
-        results.append(returned)
-    return tuple(results)
+    return tuple(returned for _, returned in made)
 
 
 def _result(op: str, dtype: Any, *operands: Operand) -> np.dtype:

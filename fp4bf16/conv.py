@@ -18,9 +18,9 @@ from .certify import ActivationNorms, Certificate
 from .dispatch import backend_for, check_stream
 from .dual import DualWeight
 from .epilogue import Epilogue, with_branch
-from .errors import ShapeError
+from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
-from .interop import BFLOAT16, output
+from .interop import BFLOAT16, output, outputs
 from .operands import (
     Arg,
     as_arg,
@@ -290,7 +290,8 @@ def _sketch(kernels, x: Arg, matrix: np.ndarray, geo, y: np.ndarray, columns=16,
 # ---- gradients ---------------------------------------------------------------------------------------------
 
 
-def conv2d_dgrad(g, w, input_shape, *, stride=1, padding=0, track=None, format=None, dtype=None):
+def conv2d_dgrad(g, w, input_shape, *, stride=1, padding=0, track=None, format=None, dtype=None, out=None,
+                 stream=None):  # fmt: skip
     """Gradient in x of sum(g * conv2d(x, w)): g (N, OH, OW, O), w (O, kh, kw, C) -> (N, H, W, C).
 
     Linear in g and in w: its own gradients are conv2d(., w) and conv2d_wgrad(g, .). Products of BF16 operands
@@ -306,34 +307,48 @@ def conv2d_dgrad(g, w, input_shape, *, stride=1, padding=0, track=None, format=N
            [2., 4., 2.],
            [1., 2., 1.]], dtype=float32)
     """
+    check_stream("conv2d_dgrad", stream)
     g, w = as_arg(g, "g"), as_arg(w, "w")
     track, fmt = choose_track("conv2d_dgrad", track, g, w), choose_format(format, g, w)
     geo = _geometry(input_shape, w.shape, stride, padding)
-    _check_gradient("conv2d_dgrad", g, geo)
-    _check_blocks("conv2d_dgrad", w)
-    framework, shape = check_frameworks("conv2d_dgrad", [g, w]), (geo.n, geo.h, geo.w, geo.c)
     dtype = result_dtype_of("conv2d_dgrad", dtype, g, w)
-    target, returned = output("conv2d_dgrad", None, shape, dtype, framework)
+    return _dgrad("conv2d_dgrad", g, w, geo, track, fmt, dtype, out, memory_of(g, w))
+
+
+def _dgrad(op: str, g: Arg, w: Arg, geo, track: str, fmt: Format, dtype, out, inputs) -> Any:
+    """`conv2d_dgrad` on the track that was chosen; `out` shares no memory with `inputs`."""
+    _check_gradient(op, g, geo)
+    _check_blocks(op, w)
+    framework, shape = check_frameworks(op, [g, w]), (geo.n, geo.h, geo.w, geo.c)
+    owned, returned = output(op, out, shape, dtype, framework, inputs)
+    target = owned if owned.flags.c_contiguous else np.empty(shape, dtype)
+    _input_gradient(g, w, geo, track, fmt, target)
+    if target is not owned:
+        owned[...] = target
+    return returned
+
+
+def _input_gradient(g: Arg, w: Arg, geo, track: str, fmt: Format, target: np.ndarray) -> None:
     kernels, exact = backend_for(g, w), _exact(track, g, w)
     values, rounding = kernels.values(g.array, exact), track != "reference" and g.dtype != BFLOAT16
     matrix = _weight(kernels, w, track, fmt, exact)
     if track != "dual":
         kernels.conv_dgrad(values, matrix, geo, target, rounding)
-        return returned
+        return
     # dX = dgrad(g, twin) + dgrad(bf16(g up^T), down)
     down, up = _branch(w.value)
     thin, through = geo._replace(o=up.shape[0]), np.empty((*g.shape[:3], up.shape[0]), np.float32)
     pointwise = geo._replace(h=geo.oh, w=geo.ow, c=geo.o, o=thin.o, kh=1, kw=1, stride=1, top=0, left=0)
     kernels.conv_forward(values, up, pointwise, through.reshape(geo.pixels, thin.o), rounding)
-    bulk, low = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    bulk, low = np.empty(target.shape, np.float32), np.empty(target.shape, np.float32)
     kernels.conv_dgrad(values, matrix, geo, bulk, rounding)
     kernels.conv_dgrad(through, down, thin, low, True)
     bulk += low
     kernels.store(bulk, target)
-    return returned
 
 
-def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=None, dtype=None):
+def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=None, dtype=None, out=None,
+                 stream=None):  # fmt: skip
     """Gradient in w of sum(g * conv2d(x, w)): g (N, OH, OW, O), x (N, H, W, C) -> (O, kh, kw, C).
 
     Linear in g and in x: its own gradients are conv2d(x, .) and conv2d_dgrad(g, ., x.shape). Products of BF16
@@ -347,17 +362,23 @@ def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=N
     array([[4., 4.],
            [4., 4.]], dtype=float32)
     """
+    check_stream("conv2d_wgrad", stream)
     g, x = as_arg(g, "g"), as_arg(x, "x")
     track = resolve_track(track, "bf16" if x.array is not None else "fp4")
     kh, kw = (int(n) for n in kernel_size)
     geo = _geometry(x.shape, (*g.shape[3:], kh, kw, *x.shape[3:]), stride, padding)
-    _check_gradient("conv2d_wgrad", g, geo)
-    _check_blocks("conv2d_wgrad", x)
-    framework, shape = check_frameworks("conv2d_wgrad", [g, x]), (geo.o, kh, kw, geo.c)
-    dtype = result_dtype_of("conv2d_wgrad", dtype, g, x)
-    target, returned = output("conv2d_wgrad", None, shape, dtype, framework)
+    dtype, fmt = result_dtype_of("conv2d_wgrad", dtype, g, x), choose_format(format, g, x)
+    return _wgrad("conv2d_wgrad", g, x, geo, track, fmt, dtype, out, memory_of(g, x))
+
+
+def _wgrad(op: str, g: Arg, x: Arg, geo, track: str, fmt: Format, dtype, out, inputs) -> Any:
+    """`conv2d_wgrad` on the track that was chosen; `out` shares no memory with `inputs`."""
+    _check_gradient(op, g, geo)
+    _check_blocks(op, x)
+    framework, shape = check_frameworks(op, [g, x]), (geo.o, geo.kh, geo.kw, geo.c)
+    target, returned = output(op, out, shape, dtype, framework, inputs)
     kernels, exact = backend_for(g, x), _exact(track, g, x)
-    values = _values(kernels, x, track, choose_format(format, g, x), exact, "fast")
+    values = _values(kernels, x, track, fmt, exact, "fast")
     gradient = kernels.values(g.array, exact)
     if exact:
         values, gradient = values.astype(np.float64, copy=False), gradient.astype(np.float64, copy=False)
@@ -367,13 +388,16 @@ def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=N
     return returned
 
 
-def conv2d_vjp(g, x, w, *, stride=1, padding=0, track=None, format=None, needs=(True, True, True)):
+def conv2d_vjp(g, x, w, *, stride=1, padding=0, track=None, format=None, needs=(True, True, True), save="fp4",
+               backward="track", out=None, stream=None):  # fmt: skip
     """Gradients (dx, dw, dbias) of sum(g * conv2d(x, w, bias=b)): g (N, OH, OW, O), the rest as in `conv2d`.
 
     dx is `conv2d_dgrad` in x's dtype, dw `conv2d_wgrad` in w's (x's for a quantised w), dbias (O,) the sum of
     g, rounded to BF16 except on the "reference" track, over the pixels. `needs` says which are wanted; the
     others are None. The FP4 track is straight through the quantiser: the decoded operands are multiplied, and
-    no gradient is masked (Bengio et al., arXiv:1308.3432). Raises what `conv2d` raises.
+    no gradient is masked (Bengio et al., arXiv:1308.3432). `save` and `backward` are those of `matmul_vjp`:
+    with ``save="bf16"`` dw takes x itself, with ``backward="master"`` dx the BF16 weight. `out` has an array
+    or None for each gradient. Raises what `conv2d` raises.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> x, w = np.ones((1, 3, 3, 1), np.float32), np.ones((1, 2, 2, 1), np.float32)
@@ -381,21 +405,42 @@ def conv2d_vjp(g, x, w, *, stride=1, padding=0, track=None, format=None, needs=(
     >>> dx.shape, dw.shape, float(db[0])
     ((1, 3, 3, 1), (1, 2, 2, 1), 4.0)
     """
-    xo, wo = as_arg(x, "x"), as_arg(w, "w")
-    track, fmt = choose_track("conv2d_vjp", track, xo, wo), choose_format(format, xo, wo)
-    check_frameworks("conv2d_vjp", [xo, wo, as_arg(g, "g")])
-    keywords = {"stride": stride, "padding": padding, "track": track, "format": fmt}
-    dtypes = [d for d in (xo.dtype, wo.dtype) if d is not None] or [as_arg(g, "g").dtype]
-    dx = conv2d_dgrad(g, w, xo.shape, dtype=dtypes[0], **keywords) if needs[0] else None
-    dw = conv2d_wgrad(g, x, wo.shape[1:3], dtype=dtypes[-1], **keywords) if needs[1] else None
-    return dx, dw, _dbias(g, track) if needs[2] else None
+    check_stream("conv2d_vjp", stream)
+    g, x, w = as_arg(g, "g"), as_arg(x, "x"), as_arg(w, "w")
+    track, fmt = choose_track("conv2d_vjp", track, x, w), choose_format(format, x, w)
+    check_frameworks("conv2d_vjp", [x, w, g])
+    track_x, track_w = _kept(x, track, "save", save), _kept(w, track, "backward", backward)
+    out, memory = outputs("conv2d_vjp", out, ("dx", "dw", "dbias")), memory_of(g, x, w)
+    geo = _geometry(x.shape, w.shape, stride, padding)
+    _check_gradient("conv2d_vjp", g, geo)
+    dtypes = [a.dtype for a in (x, w) if a.dtype is not None] or [g.dtype]
+    dx = dw = None
+    if needs[0]:
+        dx = _dgrad("conv2d_vjp", g, w, geo, track_w, fmt, dtypes[0], out[0], memory)
+    if needs[1]:
+        dw = _wgrad("conv2d_vjp", g, x, geo, track_x, fmt, dtypes[-1], out[1], memory)
+    return dx, dw, _dbias(g, track, out[2], memory) if needs[2] else None
 
 
-def _dbias(g: Any, track: str) -> Any:
+_KEPT = {"save": ("fp4", "bf16"), "backward": ("track", "master")}
+
+
+def _kept(arg: Arg, track: str, name: str, value: str) -> str:
+    """The track on which an operand enters its gradient's product."""
+    if value not in _KEPT[name]:
+        raise ValueError(f"conv2d_vjp: {name}: {value!r} is not known{nearest(value, _KEPT[name])}")
+    if track not in _QUANTISED or value == _KEPT[name][0]:
+        return track
+    if isinstance(arg.value, QuantizedArray):
+        raise TypeError(f"conv2d_vjp: {name} is {value!r} but {arg.name} is a QuantizedArray, which has no "
+                        f"BF16 form; pass {arg.name} unquantised")  # fmt: skip
+    return "bf16"
+
+
+def _dbias(arg: Arg, track: str, out: Any, inputs) -> Any:
     """Sum of g (N, OH, OW, O) over the pixels, in g's dtype."""
-    arg, kernels = as_arg(g, "g"), backend_for()
-    exact = track == "reference"
+    kernels, exact = backend_for(), track == "reference"
     rows = kernels.values(arg.array, exact) if exact else kernels.rounded(arg.array)
-    target, returned = output("conv2d_vjp", None, arg.shape[-1:], arg.dtype, arg.framework)
+    target, returned = output("conv2d_vjp", out, arg.shape[-1:], arg.dtype, arg.framework, inputs)
     kernels.store(kernels.column_sums(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])), target)
     return returned

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from .dispatch import backend_for
+from .dispatch import backend_for, check_stream
 from .dual import DualWeight
 from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
-from .interop import output
+from .interop import output, outputs
 from .operands import (
     Arg,
     as_arg,
@@ -26,6 +26,7 @@ from .operands import (
     choose_track,
     left_matrix,
     linear_weight,
+    memory_of,
     part_of_dual,
     right_matrix,
     shapes,
@@ -45,8 +46,9 @@ def _unbroadcast(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 class _Backward:
     """What one backward call multiplies: checked operands, the track, and which form of a and b it uses."""
 
-    def __init__(self, op, g, a: Arg, b: Arg, track, save, backward, format):
-        self.g, self.a, self.b = as_arg(g, "g"), a, b
+    def __init__(self, op, g, a: Arg, b: Arg, track, save, backward, format, stream=None):
+        check_stream(op, stream)
+        self.op, self.g, self.a, self.b = op, as_arg(g, "g"), a, b
         if self.g.array is None:
             raise TypeError(f"{op}: g is a {type(g).__name__}, but a gradient is a plain float array")
         for name, value, known in (
@@ -89,10 +91,13 @@ class _Backward:
     def g_whole(self) -> np.ndarray:
         return self.g_rows().whole().reshape(self.full.shape)
 
-    def result(self, arg: Arg, shape=None) -> tuple[np.ndarray, Any]:
-        """A new gradient for `arg`, in its dtype (that of g where it is quantised)."""
+    def result(self, arg: Arg, shape=None, out: Any = None) -> tuple[np.ndarray, np.ndarray, Any]:
+        """(contiguous memory to compute in, the gradient's own, what is returned) of the gradient of `arg`,
+        in its dtype (that of g where it is quantised)."""
         dtype = arg.dtype if arg.dtype is not None else self.g.dtype
-        return output("vjp", None, arg.shape if shape is None else shape, dtype, self.framework)
+        shape, used = arg.shape if shape is None else shape, memory_of(self.g, self.a, self.b)
+        target, result = output(self.op, out, shape, dtype, self.framework, used)
+        return target if target.flags.c_contiguous else np.empty(shape, dtype), target, result
 
     def masked(self) -> Arg:
         """a as the FP4 products saw it: on the dual track without the outlier columns."""
@@ -102,12 +107,18 @@ class _Backward:
         return branch(self.kernels, self.a, w)[0]
 
     # ---- the two products ----------------------------------------------------------------------------------
-    def grad_a(self):
-        array, result = self.result(self.a)
+    def grad_a(self, out: Any = None):
+        array, target, result = self.result(self.a, out=out)
+        self._grad_a(array)
+        if array is not target:
+            target[...] = array
+        return result
+
+    def _grad_a(self, array: np.ndarray) -> None:
         if len(self.b.shape) > 2:
             w = np.swapaxes(whole_operand(self.kernels, self.used_b, self.track_b, self.fmt, True), -1, -2)
             self._batched(self.g_whole(), w, array, (1, self.a.shape[0]) if len(self.a.shape) == 1 else None)
-            return result
+            return
         rows, finish = array.reshape(math.prod(self.a.shape[:-1]), self.a.shape[-1]), None
         if self.dual is not None:  # da = g twin^T + (g up^T) down^T
             down, up = self.dual.branch_factors()
@@ -118,7 +129,6 @@ class _Backward:
 
         right = right_matrix(self.kernels, self.used_b, self.track_b, self.fmt)
         self.kernels.product(self.g_rows(), right.T, rows, finish)
-        return result
 
     def _through(self, up: np.ndarray) -> np.ndarray:
         """bf16(g up^T), (rows, r)."""
@@ -127,15 +137,21 @@ class _Backward:
         self.kernels.round_bf16(through, through)
         return through
 
-    def grad_b(self, transposed: bool = False):
+    def grad_b(self, out: Any = None, transposed: bool = False):
         """The gradient of b; `transposed` gives it as (N, K), the shape of a `linear` weight."""
         shape = self.b.shape[::-1] if transposed else self.b.shape
-        array, result = self.result(self.b, shape)
+        array, target, result = self.result(self.b, shape, out)
+        self._grad_b(array, transposed)
+        if array is not target:
+            target[...] = array
+        return result
+
+    def _grad_b(self, array: np.ndarray, transposed: bool) -> None:
         if len(self.b.shape) > 2:
             x = whole_operand(self.kernels, self.a, self.track_a, self.fmt, False)
             x = x[None] if x.ndim == 1 else x
             self._batched(np.swapaxes(x, -1, -2), self.g_whole(), array, None)
-            return result
+            return
         target = array.T if transposed else array.reshape(self.b.shape[0], self.full.shape[-1])
         left = left_matrix(self.kernels, self.masked(), self.track_a, self.fmt)
         self.kernels.product(left.T, self.g_rows(), target)
@@ -145,7 +161,6 @@ class _Backward:
             part = np.empty((index.size, target.shape[1]), np.float32)
             self.kernels.product(self.kernels.plain_matrix(columns, rounding=True).T, self.g_rows(), part)
             target[index] = part
-        return result
 
     def _batched(self, x, y, array, shape) -> None:
         """array = x @ y summed over the broadcast axes."""
@@ -164,6 +179,8 @@ def matmul_vjp(
     save: str = "fp4",
     backward: str = "track",
     format: str | Format | None = None,
+    out: Any = None,
+    stream: Any = None,
 ):
     """Gradients ``(da, db)`` of ``matmul(a, b)`` for the gradient `g` of its result.
 
@@ -172,11 +189,16 @@ def matmul_vjp(
             input that the forward pass kept (4.5 bits an element is all that db needs).
         save: "fp4": db uses the decoded FP4 input on the FP4 and dual tracks; "bf16": the input itself.
         backward: "track": da uses the decoded FP4 weight (and the branch); "master": the BF16 weight.
+        out: pair of arrays for da and db, either of them None for a new one. stream: None for host arrays.
 
     Returns:
         da and db in the shapes of a and b, summed over broadcast axes, in their dtypes (that of g for a
         quantised operand). For a `DualWeight` db is the gradient of the master, dequantize(a)^T g. On the
         "reference" track they are exact to the operands' own precision.
+
+    Raises:
+        ShapeError: g, a or b do not fit. TypeError: mixed frameworks, a quantised g, or ``save="bf16"``,
+            ``backward="master"`` of an operand whose BF16 form is not there. What `matmul` raises.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> a, b = np.ones((2, 16), np.float32), np.ones((16, 3), np.float32)
@@ -184,8 +206,9 @@ def matmul_vjp(
     >>> float(da[0, 0]), float(db[0, 0])
     (3.0, 2.0)
     """
-    call = _Backward("matmul_vjp", g, as_arg(a, "a"), as_arg(b, "b"), track, save, backward, format)
-    return call.grad_a(), call.grad_b()
+    call = _Backward("matmul_vjp", g, as_arg(a, "a"), as_arg(b, "b"), track, save, backward, format, stream)
+    out = outputs("matmul_vjp", out, ("da", "db"))
+    return call.grad_a(out[0]), call.grad_b(out[1])
 
 
 def linear_vjp(
@@ -197,11 +220,13 @@ def linear_vjp(
     save: str = "fp4",
     backward: str = "track",
     format: str | Format | None = None,
+    out: Any = None,
+    stream: Any = None,
 ):
     """Gradients ``(dx, dweight, dbias)`` of ``linear(x, weight, bias)``; `g` (..., N) is its result's.
 
     dweight has the shape of `weight`: (N, K), or (K, N) for a `DualWeight`. dbias (N,) is the sum of the
-    rounded g. Arguments as for `matmul_vjp`.
+    rounded g. Arguments and errors as for `matmul_vjp`; `out` has three arrays.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> g, x, weight = np.ones((4, 8)), np.ones((4, 32)), np.ones((8, 32))
@@ -211,11 +236,12 @@ def linear_vjp(
     """
     x = as_arg(x, "x")
     w = linear_weight("linear_vjp", x, weight)
-    call = _Backward("linear_vjp", g, x, w, track, save, backward, format)
+    call = _Backward("linear_vjp", g, x, w, track, save, backward, format, stream)
+    out = outputs("linear_vjp", out, ("dx", "dweight", "dbias"))
     rows = call.g_rows().whole()
-    dbias, result = output("vjp", None, rows.shape[-1:], call.g.dtype, call.framework)
+    _, dbias, result = call.result(call.g, rows.shape[-1:], out[2])
     dbias[...] = rows.sum(0)
-    return call.grad_a(), call.grad_b(transposed=not isinstance(weight, DualWeight)), result
+    return call.grad_a(out[0]), call.grad_b(out[1], not isinstance(weight, DualWeight)), result
 
 
 def branch_vjp(g: Any, a: Any, w: DualWeight, *, save: str = "fp4"):
@@ -223,14 +249,21 @@ def branch_vjp(g: Any, a: Any, w: DualWeight, *, save: str = "fp4"):
 
     ddown = X^T (g up^T), X being the decoded FP4 input (an approximation that spares the BF16 input) or with
     ``save="bf16"`` the input itself; dup = T^T g with T = bf16(a down). Outlier columns of ddown are zero.
+    g is (..., N), a (..., K); the gradients have g's dtype. Raises what `matmul_vjp` raises.
+
+    >>> import numpy as np, fp4bf16 as fb
+    >>> w = fb.DualWeight(np.eye(16, 8, dtype=np.float32), rank=4)
+    >>> ddown, dup = branch_vjp(np.ones((2, 8), np.float32), np.ones((2, 16), np.float32), w)
+    >>> ddown.shape, dup.shape
+    ((16, 4), (4, 8))
     """
     call = _Backward("branch_vjp", g, as_arg(a, "a"), as_arg(w, "w"), "dual", save, "track", None)
     kernels, rank = call.kernels, w.rank
     _, hidden, _ = branch(kernels, call.a, w)
     _, up = w.branch_factors()
     through = kernels.plain_matrix(call._through(up[:rank]), rounding=False)
-    ddown, down_result = call.result(call.b, (w.shape[0], rank))
-    dup, up_result = call.result(call.b, (rank, w.shape[1]))
+    ddown, _, down_result = call.result(call.b, (w.shape[0], rank))
+    dup, _, up_result = call.result(call.b, (rank, w.shape[1]))
     left = left_matrix(kernels, call.masked(), call.track_a, call.fmt)
     kernels.product(left.T, through, ddown)
     ddown[w.outlier_index] = 0

@@ -194,3 +194,19 @@ def output(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, framework
                 f"{op}: out overlaps an input in memory; pass an out that shares nothing with the operands"
             )
     return target.array, out
+
+
+def outputs(op: str, out: Any, names: tuple[str, ...]) -> tuple:
+    """`out` of a function with several results, one array or None for each of `names`."""
+    if out is None:
+        return (None,) * len(names)
+    if not isinstance(out, tuple | list) or len(out) != len(names):
+        got = f"{len(out)} of them" if isinstance(out, tuple | list) else f"a {type(out).__name__}"
+        raise TypeError(f"{op}: out is {got}, but {len(names)} arrays ({', '.join(names)}) are needed; "
+                        f"pass a tuple with None for those to be made")  # fmt: skip
+    arrays = [(n, wrap(x, f"out: {n}").array) for n, x in zip(names, out, strict=True) if x is not None]
+    for i, (name, array) in enumerate(arrays):
+        for other, memory in arrays[:i]:
+            if np.shares_memory(array, memory):
+                raise ValueError(f"{op}: out: {other} and {name} overlap in memory; pass arrays that do not")
+    return tuple(out)

@@ -267,7 +267,7 @@ def _stored(xq: QuantizedArray):
     return (*two, outer, packed.framework)
 
 
-def dequantize(xq: QuantizedArray, dtype="float32", out=None):
+def dequantize(xq: QuantizedArray, dtype="float32", out=None, stream=None):
     """Decode to an array of `dtype` and of the container's framework, in the logical shape.
 
     float32 holds code * block_scale exactly and rounds the product with the outer scale once; "nvfp4_exact"
@@ -275,12 +275,17 @@ def dequantize(xq: QuantizedArray, dtype="float32", out=None):
 
     Args:
         xq: the container. dtype: "float32", "bfloat16", "float16" or "float64".
-        out: array of that shape and dtype to write to.
+        out: array of that shape and dtype to write to. stream: None, as host arrays have none.
+
+    Raises:
+        TypeError: xq is no `QuantizedArray`. DTypeError, ShapeError, ValueError: another dtype; an out that
+        does not fit, is read-only, or shares memory with xq.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> fb.dequantize(fb.quantize(np.ones((2, 16), np.float32)), dtype="bfloat16").dtype
     dtype(bfloat16)
     """
+    dispatch.check_stream("dequantize", stream)
     packed, scale, outer, framework = _stored(xq)
     dtype = np_dtype(dtype, "dequantize: dtype")
     if dtype not in (np.float32, np.float64, np.float16, BFLOAT16):
@@ -293,7 +298,7 @@ def dequantize(xq: QuantizedArray, dtype="float32", out=None):
     value = stored.transpose(xq.order)
     if out is None:
         return unwrap(value, framework)
-    target, result = output("dequantize", out, xq.shape, dtype, framework, (packed, scale))
+    target, result = output("dequantize", out, xq.shape, dtype, framework, (packed, scale, outer))
     target[...] = value
     return result
 

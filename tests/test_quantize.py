@@ -369,6 +369,11 @@ def test_dequantize_arguments(rng):
         fb.dequantize(xq, "int32")
     with pytest.raises(TypeError, match="xq is a ndarray.*quantize it first"):
         fb.dequantize(out)
+    with pytest.raises(ValueError, match="dequantize: stream is 1"):
+        fb.dequantize(xq, stream=1)
+    one = fb.quantize(np.ones((1, 1), np.float32))
+    with pytest.raises(ValueError, match="out overlaps an input"):
+        fb.dequantize(one, out=one.outer_scale)
 
 
 def test_out(rng):

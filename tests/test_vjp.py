@@ -218,3 +218,64 @@ def test_no_gradient_is_masked(rng):
     da, _ = fb.matmul_vjp(np.ones((4, 8), np.float32), a, b, track="fp4")
     used = np.asarray(fb.quantize(b, axis=0)).astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_allclose(da, np.broadcast_to(used.sum(1), da.shape), rtol=1e-5, atol=1e-5)
+
+
+# ---- what is kept for the backward pass, out, stream -------------------------------------------------------
+def test_conv2d_may_keep_the_bf16_operands(rng):
+    """save="bf16" changes dw alone, backward="master" dx alone; also under an override of the track."""
+    x, w = single(rng, (2, 5, 5, 32), (8, 3, 3, 32))
+    g = rng.standard_normal((2, 5, 5, 8)).astype(np.float32)
+    fp4, bf16 = (fb.conv2d_vjp(g, x, w, padding=1, track=t) for t in ("fp4", "bf16"))
+    with fb.tracks("fp4"):
+        dx, dw, _ = fb.conv2d_vjp(g, x, w, padding=1, save="bf16")
+    assert np.array_equal(dx, fp4[0]) and np.array_equal(dw, bf16[1]) and not np.array_equal(dw, fp4[1])
+    dx, dw, _ = fb.conv2d_vjp(g, x, w, padding=1, track="fp4", backward="master")
+    assert np.array_equal(dx, bf16[0]) and np.array_equal(dw, fp4[1])
+    dual = fb.DualWeight(w, rank=4)
+    dx, dw, _ = fb.conv2d_vjp(g, x, dual, padding=1, save="bf16", backward="master")
+    assert np.array_equal(dx, fb.conv2d_vjp(g, x, np.float32(dual.master), padding=1)[0])
+    assert np.array_equal(dw, bf16[1])
+    with pytest.raises(ValueError, match="conv2d_vjp: save: 'fp8' is not known"):
+        fb.conv2d_vjp(g, x, w, padding=1, save="fp8")
+    with pytest.raises(TypeError, match="backward is 'master' but w is a QuantizedArray"):
+        fb.conv2d_vjp(g, x, fb.quantize(w, outer="image"), padding=1, backward="master")
+
+
+def _vjps(rng):
+    """(function, arguments) of every gradient."""
+    a, b, g = single(rng, (9, 32), (32, 7), (9, 7))
+    yield fb.matmul_vjp, (g, a, b)
+    yield fb.matmul_vjp, single(rng, (2, 4, 7), (2, 4, 32), (2, 32, 7))
+    yield fb.linear_vjp, (g, a, np.ascontiguousarray(b.T))
+    yield fb.conv2d_vjp, single(rng, (1, 3, 3, 4), (1, 5, 5, 16), (4, 3, 3, 16))
+    yield fb.attention_vjp, single(rng, *[(1, 6, 2, 16)] * 4)
+
+
+@pytest.mark.parametrize("track", ["bf16", "fp4"])
+def test_gradients_are_written_where_one_asks(rng, track):
+    for function, arguments in _vjps(rng):
+        want = function(*arguments, track=track)
+        out = [np.full(w.shape, np.nan, w.dtype) for w in want]
+        strided = [np.full((*w.shape[:-1], 2 * w.shape[-1]), np.nan, w.dtype)[..., ::-2] for w in want]
+        for given in (tuple(out), strided, (None, *out[1:])):
+            got = function(*arguments, track=track, out=given)
+            for array, asked, expected in zip(got, given, want, strict=True):
+                assert asked is None or array is asked
+                np.testing.assert_array_equal(array, expected)
+
+
+def test_out_of_a_gradient_is_checked(rng):
+    for function, arguments in _vjps(rng):
+        want = function(*arguments)
+        with pytest.raises(TypeError, match=rf"out is 1 of them, but {len(want)} arrays \(d\w+, "):
+            function(*arguments, out=(None,))
+        with pytest.raises(TypeError, match="out is a ndarray, but"):
+            function(*arguments, out=want[0])
+        with pytest.raises(fb.ShapeError, match="out has shape"):
+            function(*arguments, out=(want[0][:-1] if len(want[0]) > 1 else want[0][0], *want[1:]))
+        with pytest.raises(ValueError, match="overlaps an input"):
+            function(*arguments, out=(arguments[1], *want[1:]))
+        with pytest.raises(ValueError, match="overlap in memory"):
+            function(*arguments, out=(want[0], want[0], *want[2:]))
+        with pytest.raises(ValueError, match="stream is 5"):
+            function(*arguments, stream=5)
