@@ -34,6 +34,7 @@ def train_judges(run: Run) -> None:
             seed=run.seed(f"judge/{name}"),
             on_step=lambda step, loss: run.progress.step(loss=loss),
         )
+        judge.calibrate(*(run.train_pairs.style(s) for s in _winner_first(run.config.winner)))
         run.judges[name] = judge
         faces = run.pairs.select(word=run.config.word or None, role=None if run.config.word else "evaluation")
         accuracy = judge.accuracy(*(faces.style(s) for s in _winner_first(run.config.winner)))
