@@ -243,7 +243,6 @@ def certificate(
     *,
     k: int,
     columns: int,
-    outputs: int | None = None,
     dtype: str = "float32",
     activation: str | None = None,
     added: np.ndarray | float = 0.0,
@@ -258,7 +257,7 @@ def certificate(
     """The certificate of a product of rows with norms `x` and a weight with norms `w`.
 
     Args:
-        k: length of the sums. columns: of the result. outputs: its elements, default rows times columns.
+        k: length of the sums. columns: of the result; with the rows of `x` they make its elements.
         dtype: the result's. activation, epilogue: whether anything follows the product, and which activation.
         added: norms of bias and residual, a row each (`added_norms`). factor: `conv_factor`, 1 for a product.
         hidden: norms (rows,) of T = bf16(x D) on the dual track, each of `hidden_rows` rows of T.
@@ -269,37 +268,30 @@ def certificate(
     hidden = np.zeros_like(size) if hidden is None else hidden
     step = math.sqrt(hidden_rows) * formulas.hidden_rounding(k, w.rank)
     rows = formulas.dual_bound(size, error, hidden, w.sigma_used, w.sigma_error, w.sigma_up, step)
-    outputs = size.size * columns if outputs is None else outputs
     bf16_rows, fp4_rows = size * w.sigma, used * w.sigma_used + hidden * w.sigma_up
     rounding = formulas.output_rounding(dtype, columns, bf16_rows, fp4_rows, added)
-    pairs = [
-        (norm(size), w.norm),
-        (norm(used), w.used),
-        (norm(hidden), w.up),
-        (norm(size) * w.sigma_up, w.down),
-    ]
-    accumulation = formulas.accumulation_bound(k, outputs, *pairs)
+    pairs = [(norm(size), w.norm), (norm(used), w.used)]
+    pairs += [(norm(hidden), w.up), (norm(size) * w.sigma_up, w.down)]
+    accumulation = formulas.accumulation_bound(k, size.size * columns, *pairs)
     if epilogue or activation is not None:
         accumulation += _EPILOGUE * norm(bf16_rows + fp4_rows + 2 * added)
     slope, exact = LIPSCHITZ[activation], norm(rows)
     if x.overflow or w.overflow or not _in_range(dtype, size, rows, bf16_rows, added, w.norm):
         rows = np.full_like(rows, math.inf)
     bound = slope * norm(rows) + norm(rounding)
-    if not math.isfinite(bound):
-        bound = math.inf  # a NaN norm proves nothing either
-    if estimate is not None:
-        weight_part = norm(size) * w.sigma_error if w.reference == "original" else 0.0
-        linear = estimate + weight_part
+    bound = bound if math.isfinite(bound) else math.inf  # a NaN norm proves nothing either
+    linear = exact
+    if estimate is not None:  # the weight's own error was not seen by the sketch
+        linear = estimate + (norm(size) * w.sigma_error if w.reference == "original" else 0.0)
         estimate = slope * linear + norm(rounding) if math.isfinite(bound) else math.inf
-    else:
-        linear = exact
-    best = (min(exact, linear) + norm(rounding) + accumulation) if math.isfinite(bound) else math.inf
+    best = min(exact, linear) + norm(rounding) + accumulation if math.isfinite(bound) else math.inf
     relative = best / product_norm if product_norm > 0 else (0.0 if best == 0 else math.inf)
     terms = {
-        "x": norm(size), "x_used": norm(used), "x_error": norm(error), "hidden": norm(hidden), "w": w.norm,
-        "w_used": w.used, "sigma_w": w.sigma, "sigma_used": w.sigma_used, "sigma_error": w.sigma_error,
-        "sigma_up": w.sigma_up, "rounding": norm(rounding), "product": product_norm,
+        "x": norm(size), "x_used": norm(used), "x_error": norm(error), "hidden": norm(hidden),
+        "rounding": norm(rounding), "product": product_norm,
     }  # fmt: skip
+    terms |= {"w": w.norm, "w_used": w.used, "sigma_w": w.sigma}
+    terms |= {name: getattr(w, name) for name in ("sigma_used", "sigma_error", "sigma_up")}
     return Certificate(
         bound, slope * accumulation, estimate, confidence if estimate is not None else None, relative,
         w.reference, terms, slope * rows + rounding if factor == 1.0 else None,

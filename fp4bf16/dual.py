@@ -11,7 +11,7 @@ from .backends.threads import blas_limit
 from .certify import WeightNorms, dual_norms, weight_norms
 from .errors import NonFiniteError, ShapeError
 from .formats import Format, QuantizedArray, get_format
-from .interop import BFLOAT16, float_operand, unwrap
+from .interop import BFLOAT16, common_framework, float_operand, unwrap
 from .quantize import dequantize, quantize
 
 _RANDOMISED_ABOVE = 1024  # longest side for which the whole SVD is computed
@@ -107,17 +107,19 @@ class DualWeight:
         """Make branch and twin anew from the master, after writing `w` into it if given; returns self."""
         master = float_operand(self.master, "master").array
         if w is not None:
-            new = float_operand(w, "w").array
+            operand = float_operand(w, "w")
+            common_framework("refresh", operand, float_operand(self.master, "master"))
+            new = operand.array
+            if not master.flags.writeable:
+                raise ValueError("refresh: master is read-only, but w goes into it; make a new DualWeight")
             if new.shape != self.shape:
                 raise ShapeError(f"refresh: w has shape {new.shape} but the master has shape {self.shape}; "
                                  f"pass a weight of the master's shape")  # fmt: skip
-            master[...] = new.astype(BFLOAT16)
+            new = new.astype(BFLOAT16)
+            self._check_finite(new)  # before anything is written: a refused w leaves the weight as it was
+            master[...] = new
+        self._check_finite(master)
         dense = self._matrix(master).astype(np.float32)  # (K, N)
-        if not np.isfinite(dense).all():
-            bad = dense.size - np.isfinite(dense).sum()
-            raise NonFiniteError(
-                f"DualWeight: {bad} of the {dense.size} elements of w are NaN or Inf; repair the weight first"
-            )
         self.outlier_index = self._choose_outliers(dense)
         self._outlier_rows = dense[self.outlier_index]  # (outliers, N) float32 of BF16 values
         dense[self.outlier_index] = 0
@@ -140,6 +142,14 @@ class DualWeight:
         self.twin: QuantizedArray = twin
         self._norms: dict[str, WeightNorms] = {}  # the certificate's, made when first asked for
         return self
+
+    @staticmethod
+    def _check_finite(w: np.ndarray) -> None:
+        bad = w.size - int(np.isfinite(w.astype(np.float32)).sum())
+        if bad:
+            raise NonFiniteError(
+                f"DualWeight: {bad} of the {w.size} elements of w are NaN or Inf; repair the weight first"
+            )
 
     def _choose_outliers(self, dense: np.ndarray) -> np.ndarray:
         k = dense.shape[0]

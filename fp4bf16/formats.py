@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ShapeError, nearest
+from .errors import DTypeError, ShapeError, nearest
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ class QuantizedArray:
             self._check("block_scale", self.block_scale, self.k_padded // self.format.block)
         elif self.block_scale is not None:
             raise ShapeError("QuantizedArray: block_scale must be None for fp8, which has no block scale")
+        self._check_outer()
 
     def _check(self, name: str, array: Any, last: int) -> None:
         want = (*self.lead, last)
@@ -156,7 +157,27 @@ class QuantizedArray:
             got = None if array is None else tuple(array.shape)
             raise ShapeError(
                 f"QuantizedArray: {name} of a {self.format} array of shape {self.shape} stored in order "
-                f"{self.order} must be {want}, but is {got}"
+                f"{self.order} must be {want}, but is {got}; pass bytes of that shape"
+            )
+        if array.itemsize != 1:
+            raise DTypeError(
+                f"QuantizedArray: {name} has dtype {array.dtype}, {array.itemsize} bytes an element, but "
+                f"bytes are needed; pass uint8"
+            )
+
+    def _check_outer(self) -> None:
+        outer, want = self.outer_scale, (*self.lead, 1)
+        got = None if outer is None else tuple(outer.shape)
+        if self.format.default_outer is None:
+            fits, needed = outer is None, "None, for the format has none"
+        else:
+            fits = got is not None and len(got) == len(want)
+            fits = fits and all(n in (1, m) for n, m in zip(got, want, strict=True))
+            needed = f"{want}, or 1 in some of these axes"
+        if not fits:
+            raise ShapeError(
+                f"QuantizedArray: outer_scale of a {self.format} array of shape {self.shape} stored in order "
+                f"{self.order} must be {needed}, but is {got}; reshape it"
             )
 
     # ---- shape
@@ -269,6 +290,8 @@ class QuantizedArray:
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         from .quantize import dequantize
 
+        if copy is False:
+            raise ValueError("QuantizedArray: copy is False, but decoding makes a new array; pass copy=None")
         value = np.asarray(dequantize(self, dtype="float32"))
         return value if dtype is None else value.astype(dtype, copy=False)
 

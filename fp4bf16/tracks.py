@@ -17,10 +17,10 @@ TRACKS = ("fp4", "bf16", "dual", "reference")
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("fp4bf16_track", default=None)
 
 
-def check_track(track: str) -> str:
+def check_track(track: str, where: str = "track") -> str:
     """Return `track` if it is one of `TRACKS`, else raise `ValueError` with the nearest name."""
     if track not in TRACKS:
-        raise ValueError(f"track: {track!r} is not a track{nearest(track, TRACKS)}")
+        raise ValueError(f"{where}: {track!r} is not a track{nearest(track, TRACKS)}")
     return track
 
 
@@ -42,7 +42,10 @@ def tracks(track: str | None) -> Iterator[None]:
 
 def resolve_track(track: str | None, default: str) -> str:
     """The track of one call: ``with tracks()``, else ``FP4BF16_TRACK``, else the argument, else `default`."""
-    chosen = _override.get() or os.environ.get("FP4BF16_TRACK") or track
+    chosen = _override.get()
+    if chosen is None and (named := os.environ.get("FP4BF16_TRACK")):
+        return check_track(named, "FP4BF16_TRACK")
+    chosen = track if chosen is None else chosen
     return default if chosen is None else check_track(chosen)
 
 
@@ -56,5 +59,5 @@ def match_route(route: Mapping[str, str] | None, name: str, default: str = "bf16
     """
     for pattern, track in (route or {}).items():
         if fnmatch.fnmatchcase(name, pattern):
-            return check_track(track)
+            return check_track(track, f"route: {pattern!r}")
     return default

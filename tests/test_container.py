@@ -73,6 +73,8 @@ def test_array_protocol(xq):
     assert value.dtype == np.float32 and value.shape == xq.shape
     np.testing.assert_array_equal(np.asarray(xq, np.float64), value.astype(np.float64))
     np.testing.assert_array_equal(value + 1, np.add(xq, 1))
+    with pytest.raises(ValueError, match="decoding makes a new array"):
+        xq.__array__(copy=False)
 
 
 def test_copies_share_nothing(xq):
@@ -120,12 +122,25 @@ def test_torch_container_pickles_and_copies(rng):
     ({"order": (0, 0)}, r"order \(0, 0\) is not a permutation"),
     ({"shape": (), "order": ()}, "not a permutation of the 0 axes"),
     ({"format": "fp8"}, r"packed of a fp8 array"),
+    ({"outer_scale": None}, r"outer_scale of a nvfp4_exact .* must be \(4, 1\), .* but is None"),
+    ({"outer_scale": np.ones(4, np.float32)}, r"outer_scale .* must be \(4, 1\), .* but is \(4,\)"),
+    ({"outer_scale": np.ones((3, 1), np.float32)}, r"but is \(3, 1\)"),
 ])  # fmt: skip
 def test_parts_that_do_not_fit(change, message):
     xq = fb.quantize(np.ones((4, 32), np.float32))
     fields = {n: getattr(xq, n) for n in (*PARTS, "format", "shape", "order")} | change
     with pytest.raises(fb.ShapeError, match=message):
         fb.QuantizedArray(**fields)
+
+
+def test_parts_of_another_kind():
+    xq = fb.quantize(np.ones((4, 32), np.float32))
+    fields = {n: getattr(xq, n) for n in (*PARTS, "format", "shape", "order")}
+    with pytest.raises(fb.DTypeError, match="packed has dtype float32, 4 bytes an element, but bytes"):
+        fb.QuantizedArray(**fields | {"packed": np.ones((4, 16), np.float32)})
+    mx = fb.quantize(np.ones((4, 32), np.float32), "mxfp4")
+    with pytest.raises(fb.ShapeError, match="of a mxfp4 array .* must be None, for the format has none"):
+        fb.QuantizedArray(mx.packed, mx.block_scale, np.ones((4, 1), np.float32), "mxfp4", mx.shape, mx.order)
 
 
 def test_formats():

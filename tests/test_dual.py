@@ -126,6 +126,16 @@ def test_refresh_follows_the_master(rng):
     assert np.array_equal(master, dense.astype(BF16))
     with pytest.raises(fb.ShapeError, match=r"w has shape \(24, 64\) but the master has shape \(64, 24\)"):
         w.refresh(dense.T)
+    twin = w.twin
+    with pytest.raises(fb.NonFiniteError, match="1536 of the 1536 elements"):
+        w.refresh(np.full_like(dense, np.inf))
+    assert np.array_equal(master, dense.astype(BF16)) and w.twin is twin  # a refused weight changes nothing
+    master.flags.writeable = False
+    with pytest.raises(ValueError, match="master is read-only, but w goes into it"):
+        w.refresh(new)
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="w is a torch array but master is a numpy array"):
+        w.refresh(torch.from_numpy(new))
 
 
 def test_branch_is_the_best_rank_r_approximation(rng):
