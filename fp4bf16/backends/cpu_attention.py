@@ -16,8 +16,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .cpu_conv import least, round_in_place, scratch
-from .threads import num_threads, parallel_chunks
+from .cpu_conv import least, round_in_place
+from .threads import num_threads, parallel_chunks, scratch
 
 _SCORE_BYTES = 1 << 20  # of the scores of one task
 P_SCALE = np.float32(256)  # of P before E4M3: the largest power of two under 448
@@ -74,7 +74,7 @@ def attention_forward(q, k, v, out, causal: bool, scale: float, rounding: str | 
     def run(first: int, last: int) -> None:
         for h0, h1, q0, q1 in tasks[first:last]:
             seen = min(keys, q1) if causal else keys  # keys that some query of the block sees
-            s = scratch("scores", (h1 - h0, q1 - q0, seen), q.dtype)
+            s = scratch("attention scores", (h1 - h0, q1 - q0, seen), q.dtype)
             np.matmul(q[h0:h1, q0:q1], k_t[h0:h1, :, :seen], out=s)
             total = _weights(s, q0, causal, scale, rounding)
             y = out[h0:h1, q0:q1]
@@ -108,7 +108,7 @@ def attention_backward(g, scores, used, causal: bool, scale: float, rounding: st
         seen = min(keys, q1) if causal else keys
         rows_, keys_ = (h, slice(q0, q1)), (h, slice(0, seen))
         shape = (h.stop - h.start, q1 - q0, seen)
-        p, dp = (scratch(name, shape, q.dtype) for name in ("scores", "gradient"))
+        p, dp = (scratch(name, shape, q.dtype) for name in ("attention scores", "attention gradient"))
         np.matmul(qs[rows_], ks[keys_].swapaxes(1, 2), out=p)
         p /= _weights(p, q0, causal, scale, rounding)
         np.matmul(g[rows_], v[keys_].swapaxes(1, 2), out=dp)

@@ -18,7 +18,6 @@ Accumulation is BLAS's, in float32 (float64 for float64 operands that are not ro
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from numba import njit
 
 from ..interop import BFLOAT16
 from . import cpu_quantize as quantizer
-from .threads import parallel_chunks
+from .threads import parallel_chunks, scratch
 
 _BLOCK_BYTES = 1 << 20  # patches of one block of lines: half of a usual second-level cache
 _CHUNK_FLOPS = 12_000_000  # least work worth waking a thread for (about 0.1 ms)
@@ -182,20 +181,6 @@ def _scatter(cols, x, window, first, last, h, w, c, kh, kw, stride, top, left, o
 
 # ---- values and buffers ------------------------------------------------------------------------------------
 
-_local = threading.local()
-
-
-def scratch(name: str, shape: tuple[int, ...], dtype) -> np.ndarray:
-    """This thread's buffer called `name`, grown when needed and kept: fresh pages would cost as much as the
-    copy."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    buffer = getattr(_local, name, None)
-    if buffer is None or buffer.nbytes < size:
-        buffer = np.empty(size, np.uint8)
-        setattr(_local, name, buffer)
-    return buffer[:size].view(dtype).reshape(shape)
-
-
 def values(x: np.ndarray, exact: bool = False) -> np.ndarray:
     """x as C-contiguous numbers to compute with: float64 if `exact` and x is float64, else float32.
 
@@ -262,12 +247,12 @@ class _Patches:
         g = self.geo
         if self.direct is not None:
             return self.direct[first * g.ow : last * g.ow]
-        cols = scratch("cols", ((last - first) * g.ow, g.k), self.dtype)
+        cols = scratch("conv cols", ((last - first) * g.ow, g.k), self.dtype)
         if g.pointwise:
             _round(self.x[first * g.ow * g.c : last * g.ow * g.c], bits(cols))
             return cols
         rows = (min(last - first, g.oh) - 1) * g.stride + g.kh
-        window = scratch("window", (rows * ((g.ow - 1) * g.stride + g.kw) * g.c,), self.kind)
+        window = scratch("conv window", (rows * ((g.ow - 1) * g.stride + g.kw) * g.c,), self.kind)
         _gather(self.x, bits(cols), window, first, last, g.h, g.w, g.c, g.kh, g.kw, g.stride, g.top, g.left,
                 g.oh, g.ow, self.rounding)  # fmt: skip
         return cols
@@ -340,7 +325,7 @@ def _collect(x, w, geo: Geometry, out, rounding: bool, finish: Finish | None) ->
         for a, b in _blocks(first, last, patches.most):
             pixels = slice(a * geo.ow, b * geo.ow)
             target = out[pixels]
-            y = target if out.dtype == x.dtype else scratch("y", target.shape, x.dtype)
+            y = target if out.dtype == x.dtype else scratch("conv y", target.shape, x.dtype)
             np.matmul(patches.lines(a, b), w_t, out=y)
             if finish is not None:
                 finish(y, pixels, channels)
@@ -359,9 +344,9 @@ def _spread(g, w, geo: Geometry, out, round_g: bool, finish: Finish | None) -> N
     channels = slice(0, geo.c)
 
     def pictures(first: int, last: int) -> None:
-        window = scratch("window", (size,), g.dtype)
+        window = scratch("conv window", (size,), g.dtype)
         for a, b in _blocks(first, last, most):
-            cols = scratch("cols", ((b - a) * each, geo.k), g.dtype)
+            cols = scratch("conv cols", ((b - a) * each, geo.k), g.dtype)
             np.matmul(_rows(rows, a * each, b * each, round_g), matrix, out=cols)
             _scatter(cols.reshape(-1), direct.reshape(-1), window, a, b, geo.h, geo.w, geo.c, geo.kh, geo.kw,
                      geo.stride, geo.top, geo.left, geo.oh, geo.ow)  # fmt: skip
@@ -397,7 +382,7 @@ def _rows(g: np.ndarray, first: int, last: int, rounding: bool) -> np.ndarray:
     rows = g[first:last]
     if not rounding:
         return rows
-    buffer = scratch("rows", rows.shape, g.dtype)
+    buffer = scratch("conv rows", rows.shape, g.dtype)
     _round(bits(rows), bits(buffer))
     return buffer
 

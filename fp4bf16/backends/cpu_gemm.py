@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +22,7 @@ from ..interop import BFLOAT16, wrap
 from . import cpu_quantize as quantizer
 from . import cpu_quantize_kernels as kernels
 from .cpu_quantize import _flat
-from .threads import num_threads, parallel_chunks, run_inline
+from .threads import num_threads, parallel_chunks, run_inline, scratch
 
 _PANEL_BYTES = 2 << 20  # of one panel: half of a usual second-level cache
 _KEPT_BYTES = 4 << 20  # larger ones are freed after use
@@ -80,21 +79,6 @@ def store_rows(y: np.ndarray, out: np.ndarray) -> None:
         # float16: beyond 65504 is inf, without a warning from a worker thread
         with np.errstate(over="ignore"):
             out[...] = y
-
-
-_local = threading.local()
-
-
-def _scratch(name: str, shape: tuple[int, int], dtype) -> np.ndarray:
-    """This thread's panel called `name`, kept for the next: fresh pages would cost as much as decoding."""
-    size = shape[0] * shape[1] * np.dtype(dtype).itemsize
-    if size > _KEPT_BYTES:
-        return np.empty(shape, dtype)
-    buffer = getattr(_local, name, None)
-    if buffer is None or buffer.nbytes < size:
-        buffer = np.empty(size, np.uint8)
-        setattr(_local, name, buffer)
-    return buffer[:size].view(dtype).reshape(shape)
 
 
 # ---- operands, by rows along which the last axis is contiguous ---------------------------------------------
@@ -177,7 +161,7 @@ def whole(rows: Rows) -> np.ndarray:
 def _panel(rows: Rows, start: int, stop: int, name: str) -> np.ndarray:
     if rows.direct:
         return rows.x[start:stop]
-    panel = _scratch(name, (stop - start, rows.shape[1]), rows.dtype)
+    panel = scratch(f"gemm {name}", (stop - start, rows.shape[1]), rows.dtype, _KEPT_BYTES)
     rows.fill(start, stop, panel)
     return panel
 
@@ -308,7 +292,7 @@ def _panels(length: int, row_bytes: int, threads: int) -> int:
 def _multiply(left, right, target, accumulator, finish, rows, columns) -> None:
     """One product of panels into `target`, with the epilogue on the accumulators."""
     direct = target.dtype == accumulator
-    y = target if direct else _scratch("y", target.shape, accumulator)
+    y = target if direct else scratch("gemm y", target.shape, accumulator, _KEPT_BYTES)
     np.matmul(left, right, out=y)
     if finish is not None:
         finish(y, rows, columns)
@@ -318,7 +302,7 @@ def _multiply(left, right, target, accumulator, finish, rows, columns) -> None:
 
 def add_product(y: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
     """y += left @ right, float32: a low-rank branch into the accumulators of a panel."""
-    part = _scratch("branch", y.shape, y.dtype)
+    part = scratch("gemm branch", y.shape, y.dtype, _KEPT_BYTES)
     np.matmul(left, right, out=part)
     y += part
 

@@ -8,13 +8,17 @@ every kernel and every BLAS call runs on row chunks inside it, with BLAS held to
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Callable
 from functools import cache
 from queue import SimpleQueue
 
+import numpy as np
+
 _local = threading.local()  # .inside is True while this thread works on a chunk: nested calls run inline
+_buffers = threading.local()  # of `scratch`, by name
 _lock = threading.RLock()  # one caller uses the pool at a time
 _queue: SimpleQueue | None = None
 _workers: list[threading.Thread] = []
@@ -196,3 +200,20 @@ def run_inline(fn: Callable[[], None]) -> None:
             fn()
         finally:
             _local.inside = False
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype, most: int | None = None) -> np.ndarray:
+    """This thread's buffer called `name`, grown when needed and kept: fresh pages cost as much as a copy.
+
+    Its content is whatever was left in it. More than `most` bytes are new memory, freed after use.
+
+    >>> scratch("doc", (2, 3), np.float32).shape
+    (2, 3)
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if most is not None and size > most:
+        return np.empty(shape, dtype)
+    buffer = _buffers.__dict__.get(name)
+    if buffer is None or buffer.nbytes < size:
+        buffer = _buffers.__dict__[name] = np.empty(size, np.uint8)
+    return buffer[:size].view(dtype).reshape(shape)
