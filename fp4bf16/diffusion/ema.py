@@ -13,7 +13,7 @@ class EMA:
 
     >>> ema = EMA(np.zeros(2, np.float32), decay=0.9)
     >>> ema.update(np.ones(2, np.float32), step=1000)
-    >>> ema.average.round(3).tolist()
+    >>> [round(float(v), 3) for v in ema.average]
     [0.1, 0.1]
     """
 
