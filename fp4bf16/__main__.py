@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -22,7 +23,16 @@ from .errors import (
 
 COMMANDS = ("info", "validate", "train", "sample")
 #: What a user can cause: shown as its sentence, without a traceback.
-USER = (CheckpointError, ConfigError, CudaError, DTypeError, LibraryError, NonFiniteError, ShapeError)
+USER = (
+    CheckpointError,
+    ConfigError,
+    CudaError,
+    DTypeError,
+    LibraryError,
+    NonFiniteError,
+    ShapeError,
+    OSError,
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,14 +63,38 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status.
 
-    0: done. 1: a check failed. 2: what was asked for cannot be done, and a sentence said why.
+    0: done. 1: a check failed. 2: what was asked for cannot be done, and a sentence said why. 130:
+    interrupted. 141: whoever read the output went away.
     """
-    args = build_parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):  # a character that they cannot show is no reason to fail
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return args.function(args) or 0
+        return _run(build_parser().parse_args(arguments))
+    finally:
+        _let_go()
+
+
+def _let_go() -> None:
+    """Flush what is printed; what cannot be is dropped, or the interpreter would complain of it."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        status = args.function(args) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("fp4bf16: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader, `head` for one, has seen what it wanted
+        return 141
     except USER as error:
         print(f"fp4bf16: {error}", file=sys.stderr)
         return 2

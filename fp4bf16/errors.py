@@ -31,7 +31,7 @@ class LibraryError(RuntimeError):
 
 
 class ConfigError(ValueError):
-    """A training configuration cannot be used."""
+    """A training configuration, or a variable of the environment, cannot be used."""
 
 
 class CheckpointError(RuntimeError):

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from .errors import nearest
+from .errors import ConfigError, nearest
 
 #: "fp4", "bf16" and "dual" are what a GPU runs. "reference" rounds nothing and computes in the operands' own
 #: dtype (float32 or float64) on the CPU: the oracle for gradients and for comparing networks.
@@ -18,9 +18,12 @@ _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("fp4bf16_
 
 
 def check_track(track: str, where: str = "track") -> str:
-    """Return `track` if it is one of `TRACKS`, else raise `ValueError` with the nearest name."""
+    """Return `track` if it is one of `TRACKS`, else raise `ValueError` with the nearest name (`ConfigError`
+    where it is no argument).
+    """
     if track not in TRACKS:
-        raise ValueError(f"{where}: {track!r} is not a track{nearest(track, TRACKS)}")
+        kind = ValueError if where == "track" else ConfigError
+        raise kind(f"{where}: {track!r} is not a track{nearest(track, TRACKS)}")
     return track
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from fp4bf16.backends import threads
 from fp4bf16.backends.threads import blas_limit, num_threads, parallel_chunks, scratch, set_num_threads
+from fp4bf16.errors import ConfigError
 
 
 @pytest.fixture
@@ -99,6 +100,32 @@ def test_a_forked_child_has_a_pool_of_its_own():
     assert done.stdout.split() == ["9", "9"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_forked_while_another_thread_computes_does_not_wait_for_it():
+    code = (
+        "import os, threading\n"
+        "from fp4bf16.backends.threads import parallel_chunks, set_num_threads\n"
+        "set_num_threads(2)\n"
+        "begun, end = threading.Event(), threading.Event()\n"
+        "def chunk(i, j):\n"
+        "    begun.set(), end.wait()\n"
+        "busy = threading.Thread(target=parallel_chunks, args=(4, chunk))\n"
+        "busy.start(), begun.wait()\n"
+        "pid = os.fork()\n"
+        "if not pid:\n"
+        "    n = []\n"
+        "    parallel_chunks(9, lambda i, j: n.append(j - i))\n"
+        "    os._exit(sum(n))\n"
+        "late = threading.Timer(20, os.kill, (pid, 9))\n"
+        "late.start()\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "late.cancel(), end.set()"
+    )
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["9"]
+
+
 def test_blas_is_held_to_one_thread_inside(four):
     blas = threads._blas()
     if blas is None:
@@ -116,10 +143,10 @@ def test_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(threads, "_threads", None)
     monkeypatch.setenv("FP4BF16_NUM_THREADS", "3")
     assert num_threads() == 3
-    for text in ("0", "two", "-1", "1.5"):
+    for text in ("0", "two", "-1", "1.5", "\u00b2"):
         monkeypatch.setattr(threads, "_threads", None)
         monkeypatch.setenv("FP4BF16_NUM_THREADS", text)
-        with pytest.raises(ValueError, match=f"FP4BF16_NUM_THREADS: '{text}' is not a positive whole number"):
+        with pytest.raises(ConfigError, match=f"NUM_THREADS: '{text}' is not a positive whole number"):
             num_threads()
     with pytest.raises(ValueError, match="n is 0, but at least 1"):
         set_num_threads(0)

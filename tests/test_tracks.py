@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fp4bf16 as fb
+from fp4bf16.errors import ConfigError
 from fp4bf16.tracks import TRACKS, resolve_track
 
 
@@ -61,7 +62,7 @@ def test_a_block_goes_before_the_environment_and_both_before_the_argument(monkey
     monkeypatch.setenv("FP4BF16_TRACK", "")
     assert resolve_track("fp4", "bf16") == "fp4"
     monkeypatch.setenv("FP4BF16_TRACK", "fp5")
-    with pytest.raises(ValueError, match="FP4BF16_TRACK: 'fp5' is not a track; did you mean 'fp4'"):
+    with pytest.raises(ConfigError, match="FP4BF16_TRACK: 'fp5' is not a track; did you mean 'fp4'"):
         resolve_track(None, "bf16")
     with pytest.raises(ValueError, match="track: 'bf15' is not a track; did you mean 'bf16'"):
         with fb.tracks("bf15"):

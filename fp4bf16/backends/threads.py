@@ -17,6 +17,8 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from ..errors import ConfigError
+
 _local = threading.local()  # .inside is True while this thread works on a chunk: nested calls run inline
 _buffers = threading.local()  # of `scratch`, by name
 _lock = threading.RLock()  # one caller uses the pool at a time
@@ -36,8 +38,8 @@ def num_threads() -> int:
     global _threads
     if _threads is None:
         text = os.environ.get("FP4BF16_NUM_THREADS", "")
-        if text and not (text.isdigit() and int(text) > 0):
-            raise ValueError(
+        if text and not (text.isdecimal() and int(text) > 0):
+            raise ConfigError(
                 f"FP4BF16_NUM_THREADS: {text!r} is not a positive whole number; unset it or give e.g. 2"
             )
         _threads = int(text) if text else _available()
@@ -152,6 +154,16 @@ def _pool(n: int) -> SimpleQueue:
         worker.start()
         _workers.append(worker)
     return _queue
+
+
+def _after_fork() -> None:
+    """In a forked child only the forking thread lives on: whoever held the lock or ran the pool is gone."""
+    global _lock, _queue
+    _lock, _queue = threading.RLock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def parallel_chunks(n: int, fn: Callable[[int, int], None], min_rows: int = 1) -> None:

@@ -73,6 +73,8 @@ def _guarded(function):
     def command(arguments: argparse.Namespace) -> int:
         try:
             return function(arguments)
+        except BrokenPipeError:  # of whoever reads the output: no fault of the run
+            raise
         except _USER as error:
             print(f"fp4bf16: {error}", file=sys.stderr)
             return 2
@@ -85,13 +87,14 @@ def configuration(arguments: argparse.Namespace) -> Config:
     config = get_preset(arguments.preset)
     if arguments.seed is not None:
         config = dataclasses.replace(config, seed=arguments.seed)
-    if not 0 <= config.seed < 2**63:
-        raise ConfigError(f"--seed {config.seed}: must be a whole number from 0 to 2^63 - 1")
     if arguments.select is not None:
         config = dataclasses.replace(config, align=dataclasses.replace(config.align, select=arguments.select))
     if arguments.route is not None:
         config = dataclasses.replace(config, route=_read_route(arguments.route))
-    return override(config, arguments.set)
+    config = override(config, arguments.set)
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"--seed {config.seed}: must be a whole number from 0 to 2^63 - 1")
+    return config
 
 
 def _read_route(path: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from typing import Any
@@ -25,10 +26,13 @@ class Progress:
 
     def say(self, text: str) -> None:
         """One line for the user, above the bar where there is one."""
-        if self._bar is not None:
-            self._bar.write(text, file=self.stream)
-        else:
-            print(text, file=self.stream, flush=True)
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=self.stream)
+            else:
+                print(text, file=self.stream, flush=True)
+        except OSError:  # whoever read this went away, or the log's disk is full: the run goes on unseen
+            self.stream, self._tqdm, self._bar = io.StringIO(), None, None
 
     def stage(self, name: str, total: int, done: int = 0, note: str = "") -> None:
         """Begin the stage `name` of `total` steps, `done` of which are behind us."""
