@@ -86,7 +86,7 @@ def test_unknown_preset(capsys, tmp_path):
         ("base.drop_caption=2", "is a share from 0 to 1"),
         ("winner=twemojy", "use noto or twemoji"),
         ('route={"*": "fp5"}', "did you mean 'fp4'"),
-        ("judge.width=10", "judge.width: is 10, but it must be a multiple of 4"),
+        ("judge.width=10", "judge.width: is 10, but it must be a multiple of 8"),
         ("base.steps", "has no '='"),
     ],
 )

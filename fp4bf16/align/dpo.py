@@ -106,10 +106,10 @@ def dpo_backward(
     x0, noise = np.concatenate([chosen, rejected]), np.concatenate([eps, eps])
     t, condition = np.concatenate([t, t]), np.concatenate([condition, condition])
     x_t, target = schedule.add_noise(x0, noise, t), schedule.target(x0, noise, t, prediction)
-    anchor, _ = picture_errors(reference(x_t, t, condition), target)
+    frozen, _ = picture_errors(reference(x_t, t, condition), target)
     output = policy(x_t, t, condition)
     errors, gradient = picture_errors(output.data, target)
-    result = dpo_loss(errors[:pairs], errors[pairs:], anchor[:pairs], anchor[pairs:], beta)
+    result = dpo_loss(errors[:pairs], errors[pairs:], frozen[:pairs], frozen[pairs:], beta)
     weight = np.concatenate([result.chosen_gradient, result.rejected_gradient])
     output.backward(gradient * weight.astype(gradient.dtype).reshape(-1, *(1,) * (gradient.ndim - 1)))
     return result

@@ -56,7 +56,7 @@ class BaseConfig:
 class JudgeConfig:
     """The reward judge and the held-out judge, trained on captions that the policy never sees."""
 
-    steps: int = 400
+    steps: int = 800
     batch: int = 64
     width: int = 32
 
@@ -75,8 +75,10 @@ class AlignConfig:
     select: str = "best_worst"
     beta: float = 4000.0
     timesteps: int = 4  # a pair
-    batch: int = 64  # pairs times timesteps in one optimizer step
-    lr: float = 5e-5
+    timestep_fraction: float = 0.6  # of the sampler's steps, from the noisy end: where a pair is compared
+    batch: int = 32  # pairs times timesteps in one optimizer step
+    lr: float = 6e-5
+    decay: float = 0.5  # last share of the iterations, in which the learning rate falls linearly to 0
     clip: float = 1.0
     jitter: int = 1  # largest shift of a pair in pixels
     fidelity_every: int = 5  # iterations between measurements of the rank fidelity
@@ -321,7 +323,7 @@ def _training_rules(c: Config) -> list[tuple[bool, str]]:
         (0 <= b.decay <= 1, f"base.decay: is {b.decay}, but it is a share from 0 to 1"),
         (0 <= b.drop_caption <= 1, f"base.drop_caption: is {b.drop_caption}, but it is a share from 0 to 1"),
         (0 <= b.ema < 1, f"base.ema: is {b.ema}, but a decay is at least 0 and under 1"),
-        (width >= 4 and width % 4 == 0, f"judge.width: is {width}, but it must be a multiple of 4"),
+        (width >= 8 and width % 8 == 0, f"judge.width: is {width}, but it must be a multiple of 8"),
     ]
 
 
@@ -332,6 +334,11 @@ def _align_rules(c: Config) -> list[tuple[bool, str]]:
             a.keep % 2 == 0 and 2 <= a.keep <= a.seeds,
             f"align.keep: is {a.keep} of {a.seeds} seeds; give an even number from 2 to align.seeds",
         ),
+        (
+            0 < a.timestep_fraction <= 1,
+            f"align.timestep_fraction: is {a.timestep_fraction}, but it is a share over 0, at most 1",
+        ),
+        (0 <= a.decay <= 1, f"align.decay: is {a.decay}, but it is a share from 0 to 1"),
         (a.iterations >= 0, f"align.iterations: is {a.iterations}, but it cannot be negative"),
         (a.retries >= 0, f"align.retries: is {a.retries}, but it cannot be negative"),
         (a.select in SELECT, f"align.select: {a.select!r} is not known{nearest(a.select, SELECT)}"),

@@ -154,11 +154,14 @@ def _optimize(run: Run, iteration: int, pairs: explore.Rollout) -> dict[str, flo
     captions = model.encode(pairs.prompts)
     total = len(captions) * c.timesteps
     order = permutation(run.seed("dpo/order"), iteration, total)
+    # Steps of the sampler, as the pictures met them, from the noisy end, where a style is decided.
+    levels = model.schedule.timesteps(c.steps)[: max(1, math.ceil(c.timestep_fraction * c.steps))]
     share = (order % c.timesteps + uniform(run.seed("dpo/t"), iteration, total)) / c.timesteps
-    t = np.minimum((share * len(model.schedule)).astype(np.int64), len(model.schedule) - 1)
+    t = levels[np.minimum((share * len(levels)).astype(np.int64), len(levels) - 1)]
     eps = normal(run.seed("dpo/noise"), iteration, (total, *model.shape))
     shifts = np.array([0, 0, -1, 1])[integers(run.seed("dpo/shift"), iteration, (total, 2), 0, 4)] * c.jitter
     reference, skips = model.reference(run.ema.average), _Skips("align")
+    lr = learning_rate(iteration, c.iterations, c.lr, c.decay)
     losses, sums, weights = [], {}, []
     for start in range(0, total, c.batch):
         some = slice(start, min(start + c.batch, total))
@@ -178,7 +181,7 @@ def _optimize(run: Run, iteration: int, pairs: explore.Rollout) -> dict[str, flo
         )
         norm = clip_norm(flat.grad, c.clip)
         if skips.finite(result.loss, norm):
-            run.optimizer.step(flat.grad, c.lr)
+            run.optimizer.step(flat.grad, lr)
             flat.touch()
         losses.append(result.loss)
         weights.append(len(row))
