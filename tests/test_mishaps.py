@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+pytest.importorskip("PIL")
+pytest.importorskip("safetensors")
+
+from safetensors.numpy import save as safetensors_save  # noqa: E402
+
+from fp4bf16.__main__ import main  # noqa: E402
+from fp4bf16.train import checkpoint  # noqa: E402
+from fp4bf16.train.folder import RunFolder  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "fp4bf16"]
@@ -50,7 +62,9 @@ def test_a_word_that_the_terminal_cannot_show(tmp_path):
     assert status == 2 and "gesichter-f\\xfcr-\\xe9: there is no config.json" in said
 
 
-@pytest.mark.parametrize("name, value", [("FP4BF16_NUM_THREADS", "many"), ("FP4BF16_TRACK", "fp5")])
+@pytest.mark.parametrize(
+    "name, value", [("FP4BF16_NUM_THREADS", "many"), ("FP4BF16_TRACK", "fp5"), ("FP4BF16_TRACK", "bf16")]
+)
 def test_a_variable_of_the_environment_that_cannot_be(name, value, tmp_path):
     status, _, said = run("train", "--preset", "ci", "--out", tmp_path / "run", env={name: value})
     assert status == 2 and said.splitlines()[-1].startswith(f"fp4bf16: {name}: '{value}' is not a")
@@ -67,3 +81,114 @@ def test_training_goes_on_when_its_log_is_no_longer_read(nobody_reads, tmp_path)
     out = tmp_path / "run"
     assert run("train", "--preset", "ci", "--out", out, stderr=nobody_reads)[0] == 0
     assert (out / "report.html").exists()
+
+
+# ---- what is found in a folder when the same command is given again ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("mishaps") / "run"
+    assert main(["train", "--preset", "ci", "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def again(folder, capsys, *arguments) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = main(["train", "--preset", "ci", "--out", str(folder), *arguments])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("where", (-1000, 0.5))
+def test_a_byte_of_the_checkpoint_has_changed(where, folder, capsys):
+    path = folder / "checkpoint.safetensors"
+    data = bytearray(path.read_bytes())
+    data[where if isinstance(where, int) else int(where * len(data))] ^= 0x40
+    path.write_bytes(data)
+    for status, _, said in (
+        again(folder, capsys),
+        (main(["sample", "--run", str(folder), "--caption", "", "--out", str(folder / "o.png")]),
+         *capsys.readouterr()),
+    ):  # fmt: skip
+        assert status == 2 and f"{path}: is damaged: its checksum is " in said
+    assert path.read_bytes() == data and not (folder / "o.png").exists()
+
+
+@pytest.mark.parametrize("meta, sentence", [
+    ("[1]", "has format None, this version reads"),
+    ('{"format": "fp4bf16-checkpoint-1"}', "is damaged: its checksum is None"),
+])  # fmt: skip
+def test_metadata_of_another_hand(meta, sentence, folder, capsys):
+    arrays = {"a": np.zeros(3, np.float32)}
+    (folder / "checkpoint.safetensors").write_bytes(safetensors_save(arrays, {"fp4bf16": meta}))
+    status, _, said = again(folder, capsys)
+    assert status == 2 and sentence in said
+
+
+def test_a_checkpoint_that_is_not_of_a_run(folder, capsys):
+    arrays, meta = checkpoint.load(folder / "checkpoint.safetensors")
+    del meta["words"]
+    checkpoint.save(folder / "checkpoint.safetensors", arrays, meta)
+    status, _, said = again(folder, capsys)
+    assert status == 2 and "words is None, but a list is needed" in said
+
+
+@pytest.mark.parametrize("line, text, sentence", [
+    (5, b"\xff\xfe", "line 5 is no line of a run"),
+    (5, b"{}", "line 5 is no line of a run"),
+    (-1, b"{torn", "is no line of a run"),
+    (-1, b'{"stage": "base", "seconds": 1}', "its last line is of stage 'base'"),
+])  # fmt: skip
+def test_metrics_of_another_hand(line, text, sentence, folder, capsys):
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[line - (line > 0)] = text
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    status, _, said = again(folder, capsys)
+    assert status == 2 and said.splitlines()[-1].startswith(f"fp4bf16: {path}: ") and sentence in said
+
+
+def test_a_report_that_is_gone_is_made_again(folder, capsys):
+    before = (folder / "report.html").read_bytes()
+    (folder / "report.html").unlink()
+    status, printed, _ = again(folder, capsys)
+    assert status == 0 and f"report: {folder / 'report.html'}" in printed
+    assert (folder / "report.html").read_bytes() == before
+
+
+def test_a_full_disk_says_how_to_go_on(folder, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(RunFolder, "open", full)
+    status, _, said = again(folder, capsys)
+    assert status == 2 and "No space left on device" in said and "the same command goes on from" in said
+
+
+@pytest.mark.parametrize("caption", ("\U0001f600", "...", "\u00e9"))
+def test_a_caption_without_a_word(caption, finished, tmp_path, capsys):
+    command = ["sample", "--run", str(finished), "--out", str(tmp_path / "o.png"), "--n", "1", "--caption"]
+    assert main([*command, caption]) == 2
+    assert "has no word of letters a to z or digits" in capsys.readouterr().err
+    assert main([*command, ""]) == 0
+
+
+@pytest.mark.parametrize("setting, sentence", [
+    ("eval.steps=2000", "eval.steps: is 2000, but a schedule of 1000 timesteps"),
+    ("align.explore_steps=1001", "align.explore_steps: is 1001, but a schedule of 1000 timesteps"),
+    ("align.lr=inf", "align.lr: is inf, but it must be positive and finite"),
+    ("diffusion.schedule=cosin", "schedule: 'cosin' is not known; did you mean 'cosine'?"),
+    ("diffusion.prediction=w", "prediction: 'w' is not known"),
+    ("eval.captions=1", "eval.captions: is 1, but an interval needs 2 captions"),
+    ("eval.captions=-2", "eval.captions: is -2, but an interval needs 2 captions"),
+    ("align.prompts=9999", "9999"),
+])  # fmt: skip
+def test_a_plan_that_would_fail_after_training_fails_before(setting, sentence, capsys):
+    assert main(["train", "--preset", "ci", "--dry-run", "--set", setting]) == 2
+    printed, said = capsys.readouterr()
+    assert printed == "" and sentence in said

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file, complete or absent.
+"""Checkpoints: one safetensors file, complete or absent, with a checksum of all that it holds.
 
 The file holds float32 and integer arrays under flat names ("policy.conv_in.weight", "adam.m", ...) and, as
 its metadata, one JSON object: format, configuration, stage and step. It holds no clock and no path, so the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..errors import CheckpointError
 from .extras import require
 
 FORMAT = "fp4bf16-checkpoint-1"
+NEEDED = {"config": dict, "stage": str, "step": int, "lines": int, "words": list}  # of the metadata of a run
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -58,15 +60,27 @@ def save(path: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Non
     """Write `arrays` and `meta` (JSON values) to `path`, atomically. Equal content gives equal bytes."""
     safetensors = require("safetensors.numpy", "writing checkpoints")
     arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
-    text = json.dumps({"format": FORMAT, **meta}, sort_keys=True)
+    meta = {"format": FORMAT, **meta}
+    # under one name: safetensors writes several in an order that differs from process to process
+    text = json.dumps({**meta, "crc32": _checksum(arrays, meta)}, sort_keys=True)
     write_atomic(Path(path), safetensors.save(arrays, {"fp4bf16": text}))
+
+
+def _checksum(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> str:
+    """CRC-32 of the metadata and of all arrays: safetensors itself does not see a byte that has changed."""
+    crc = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    for name in sorted(arrays):
+        a = np.ascontiguousarray(arrays[name])
+        crc = zlib.crc32(f"{name} {a.dtype} {a.shape}".encode(), crc)
+        crc = zlib.crc32(a.reshape(-1).view(np.uint8), crc)
+    return f"{crc:08x}"
 
 
 def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(arrays, meta) of a checkpoint.
 
-    Raises `CheckpointError`, with what is wrong and what to do, for a file that is cut short, is no
-    safetensors file, or was not written by `save`.
+    Raises `CheckpointError`, with what is wrong and what to do, for a file that is cut short or damaged, is
+    no safetensors file, or was not written by `save`.
     """
     path = Path(path)
     numpy_format = require("safetensors.numpy", "reading checkpoints")
@@ -83,10 +97,26 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         raise CheckpointError(f"{path}: there is no such checkpoint") from None
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as a checkpoint ({error}); {advice}") from error
-    if meta.get("format") != FORMAT:
+    found = meta.get("format") if isinstance(meta, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(f"{path}: has format {found!r}, this version reads {FORMAT!r}; {advice}")
+    crc = meta.pop("crc32", None)
+    if crc != (computed := _checksum(arrays, meta)):
         raise CheckpointError(
-            f"{path}: has format {meta.get('format')!r}, this version reads {FORMAT!r}; {advice}"
+            f"{path}: is damaged: its checksum is {crc}, but that of its content is {computed}; {advice}"
         )
+    return arrays, meta
+
+
+def load_run(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """`load` of the checkpoint of a run, whose metadata say where the run stands."""
+    arrays, meta = load(path)
+    for name, kind in NEEDED.items():
+        if not isinstance(meta.get(name), kind):
+            raise CheckpointError(
+                f"{path}: is no checkpoint of a run: {name} is {meta.get(name)!r}, but a {kind.__name__} is "
+                f"needed; use another --out"
+            )
     return arrays, meta
 
 

@@ -111,11 +111,13 @@ def _read_route(path: Path) -> dict[str, str]:
 
 def plan(config: Config) -> str:
     """What a run would do, in lines."""
+    from ..align.rollout import choose_prompts
     from .data import Vocabulary, load_pairs
     from .denoiser import Denoiser
 
     pairs = load_pairs(config.size)
     trained = pairs.select(role="policy", word=config.word or None)
+    choose_prompts(trained.captions, config.align.prompts, 0, 0)  # says so where they are too few
     model = Denoiser(config, Vocabulary.of(trained.captions))
     b, j, a = config.base, config.judge, config.align
     cost = a.prompts * (a.seeds * a.explore_steps + a.keep * a.steps)
@@ -151,8 +153,7 @@ def train_command(arguments: argparse.Namespace) -> int:
 
     config = configuration(arguments)
     if arguments.dry_run:
-        print(json.dumps(config.to_dict(), indent=2))
-        print(plan(config))
+        print(json.dumps(config.to_dict(), indent=2) + "\n" + plan(config))
         return 0
     for module, purpose in (("PIL.Image", "train"), ("safetensors.numpy", "train")):
         require(module, purpose)
@@ -170,6 +171,11 @@ def train_command(arguments: argparse.Namespace) -> int:
             f"stopped at once; {out} holds the last checkpoint, go on with the same command: {again}"
         )
         return 130
+    except OSError as error:  # a full disk, for one
+        raise CheckpointError(
+            f"--out {out}: the run stopped ({error}); put that right, and the same command goes on from its "
+            f"last checkpoint: {again}"
+        ) from error
     print(
         f"finished: held-out judge {s['heldout_gain']:+.1f} points (95 % interval "
         f"{s['heldout_gain_low']:+.1f} to "
@@ -197,7 +203,7 @@ def load_model(folder: Path, weights: str = "aligned"):
 
     run = RunFolder(folder)
     config = check(from_dict(run.read_config()["config"]))
-    arrays, meta = checkpoint.load(run.checkpoint_file)
+    arrays, meta = checkpoint.load_run(run.checkpoint_file)
     model = Denoiser(config, Vocabulary(tuple(meta["words"])))
     if weights not in ("aligned", "base"):
         raise ConfigError(f"--weights {weights}: is not known; use aligned or base")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from ..align.rollout import SELECT
+from ..diffusion.schedules import check_prediction, get_schedule
 from ..errors import ConfigError, nearest
 from ..tracks import TRACKS
 
@@ -270,12 +272,20 @@ def check(config: Config) -> Config:
     """Return `config` if a run can be made of it, else raise `ConfigError`: a sentence with the value and
     the fix.
     """
+    get_schedule(config.diffusion.schedule, 1)
+    check_prediction(config.diffusion.prediction)
+    steps = config.diffusion.timesteps
     for name in _POSITIVE:
         value = config
         for part in name.split("."):
             value = getattr(value, part)
-        if not value > 0:
-            raise ConfigError(f"{name}: is {value}, but it must be positive")
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name}: is {value}, but it must be positive and finite")
+        if name.endswith("steps") and name not in ("base.steps", "judge.steps") and value > steps:
+            raise ConfigError(
+                f"{name}: is {value}, but a schedule of {steps} timesteps (diffusion.timesteps) has no more "
+                f"steps than that; use {steps} at most"
+            )
     for holds, sentence in [*_model_rules(config), *_training_rules(config), *_align_rules(config)]:
         if not holds:
             raise ConfigError(sentence)
@@ -320,6 +330,10 @@ def _training_rules(c: Config) -> list[tuple[bool, str]]:
     b, width = c.base, c.judge.width
     return [
         (c.winner in ("noto", "twemoji"), f"winner: {c.winner!r} is not a style; use noto or twemoji"),
+        (
+            c.eval.captions == 0 or c.eval.captions >= 2,
+            f"eval.captions: is {c.eval.captions}, but an interval needs 2 captions; give 0 for all of them",
+        ),
         (0 <= b.decay <= 1, f"base.decay: is {b.decay}, but it is a share from 0 to 1"),
         (0 <= b.drop_caption <= 1, f"base.drop_caption: is {b.drop_caption}, but it is a share from 0 to 1"),
         (0 <= b.ema < 1, f"base.ema: is {b.ema}, but a decay is at least 0 and under 1"),

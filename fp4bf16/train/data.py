@@ -146,7 +146,8 @@ class Vocabulary:
     def encode(self, captions: Sequence[str]) -> np.ndarray:
         """Bag of words: float32 (n, len(self)), 1 where the caption has the word, the empty caption all zero.
 
-        Raises `ConfigError` for a word that no training caption has, with the nearest known ones.
+        Raises `ConfigError` for a word that no training caption has, with the nearest known ones, and for a
+        caption that is not empty but has no word at all.
 
         >>> Vocabulary.of(["cat face", "dog face"]).encode(["face", "dog"])
         array([[0., 0., 1.],
@@ -157,6 +158,9 @@ class Vocabulary:
         index = {w: i for i, w in enumerate(self.words)}
         out = np.zeros((len(captions), len(self)), np.float32)
         for row, caption in zip(out, captions, strict=True):
+            if caption.strip() and not words_of(caption):
+                raise ConfigError(f"caption {caption!r}: has no word of letters a to z or digits, and only "
+                                  f"words are known; leave it empty for no caption")  # fmt: skip
             for word in words_of(caption):
                 if word not in index:
                     raise ConfigError(self._unknown(word, caption))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from ..diffusion.noise import subseed
 from ..diffusion.samplers import generate
 from ..diffusion.schedules import get_schedule
+from ..errors import ConfigError
 from ..nn.tape import Variable, no_grad
 from ..nn.unet import UNet2D, UNetConfig, pixel_shuffle, pixel_unshuffle
 from ..tracks import tracks
@@ -42,6 +44,11 @@ class Denoiser:
     """
 
     def __init__(self, config: Config, vocabulary: Vocabulary):
+        if track := os.environ.get("FP4BF16_TRACK"):
+            raise ConfigError(
+                f"FP4BF16_TRACK: {track!r} is not a track for all of a run, which sets that of each layer "
+                f"and stage itself; unset it (--route chooses the layers that explore in FP4)"
+            )
         self.config, self.vocabulary = config, vocabulary
         self.unet = UNet2D(unet_config(config, len(vocabulary)), seed=subseed(config.seed, "weights"))
         self.unet.apply_route(config.route)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import CheckpointError
 from .pictures import grid, png
 from .report import build_report
 from .run import Run, peak_rss_mb
@@ -93,8 +94,16 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """The last line of the metrics of a finished run."""
-    return run.folder.metrics()[-1]
+    """The last line of the metrics of a finished run. Its report is made again where it is gone."""
+    last = run.folder.metrics()[-1]
+    if last["stage"] != "summary":
+        raise CheckpointError(
+            f"{run.folder.metrics_file}: its last line is of stage {last['stage']!r}, but that of a finished "
+            f"run is its summary; restore the file or name another folder"
+        )
+    if not run.folder.report_file.exists():
+        write_report(run)
+    return last
 
 
 def finish(run: Run) -> None:

@@ -75,7 +75,7 @@ class RunFolder:
             self._compare(config)
         resumed = None
         if self.checkpoint_file.exists():
-            resumed = checkpoint.load(self.checkpoint_file)
+            resumed = checkpoint.load_run(self.checkpoint_file)
             if resumed[1].get("config") != config.to_dict():
                 raise CheckpointError(
                     f"{self.checkpoint_file}: was written by another configuration than config.json "
@@ -197,10 +197,21 @@ class RunFolder:
         checkpoint.save(self.checkpoint_file, arrays, {**meta, "lines": self.lines})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines of ``metrics.jsonl`` so far."""
+        """All lines of ``metrics.jsonl`` so far. `CheckpointError` for one that `log` did not write."""
         if not self.metrics_file.exists():
             return []
-        return [json.loads(line) for line in self.metrics_file.read_text(encoding="utf-8").splitlines()]
+        found = []
+        for number, line in enumerate(self.metrics_file.read_bytes().splitlines(), 1):
+            try:
+                found.append(json.loads(line))
+                if not {"stage", "seconds"} <= set(found[-1]):
+                    raise ValueError("it has no stage and seconds")
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(
+                    f"{self.metrics_file}: line {number} is no line of a run ({error}); restore the file or "
+                    f"name another folder"
+                ) from error
+        return found
 
     def close(self) -> None:
         """Give the folder back."""
