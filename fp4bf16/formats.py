@@ -62,7 +62,7 @@ def get_format(name: str | Format) -> Format:
     """
     if isinstance(name, Format):
         return name
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"format: {name!r} is not a format{nearest(name, FORMATS)}")
     return FORMATS[name]
 
@@ -101,6 +101,14 @@ class QuantStats:
     @property
     def error_norm_sq(self) -> float:
         return float(self.row_error_sq.sum())
+
+
+def _check_array(name: str, array: Any) -> None:
+    if array is not None and not hasattr(array, "itemsize"):
+        raise TypeError(
+            f"QuantizedArray: {name} is a {type(array).__name__}, but an array is needed; pass "
+            f"numpy.asarray of it"
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -153,6 +161,7 @@ class QuantizedArray:
 
     def _check(self, name: str, array: Any, last: int) -> None:
         want = (*self.lead, last)
+        _check_array(name, array)
         if array is None or tuple(array.shape) != want:
             got = None if array is None else tuple(array.shape)
             raise ShapeError(
@@ -167,6 +176,7 @@ class QuantizedArray:
 
     def _check_outer(self) -> None:
         outer, want = self.outer_scale, (*self.lead, 1)
+        _check_array("outer_scale", outer)
         got = None if outer is None else tuple(outer.shape)
         if self.format.default_outer is None:
             fits, needed = outer is None, "None, for the format has none"
@@ -238,7 +248,8 @@ class QuantizedArray:
         if len(axes) == 1 and not isinstance(axes[0], int):
             axes = tuple(axes[0])
         axes = axes or tuple(reversed(range(self.ndim)))
-        if sorted(a % self.ndim for a in axes) != list(range(self.ndim)):
+        n = self.ndim
+        if not all(-n <= a < n for a in axes) or sorted(a % n for a in axes) != list(range(n)):
             raise ShapeError(
                 f"transpose: axes {axes} are not a permutation of the {self.ndim} axes of {self.shape}"
             )
@@ -286,6 +297,10 @@ class QuantizedArray:
         state = dict(self.__dict__)
         state["_expanded"] = None
         return state
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # the bytes of a pickle may come from anywhere
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         from .quantize import dequantize

@@ -33,7 +33,9 @@ _HOW = {
     "tensorflow": "x.numpy()",
     "pandas": "x.to_numpy()",
     "mlx": "numpy.array(x)",
+    "fp4bf16": "its attribute that is an array: .data of a Variable, .master or .twin of a DualWeight",
 }
+_TO_FLOAT = {"numpy": ".astype('float32')", "torch": ".float()"}
 
 
 def np_dtype(dtype: Any, where: str = "dtype") -> np.dtype:
@@ -92,6 +94,9 @@ def _is_torch(x: Any) -> bool:
 
 def _from_torch(x: Any, name: str) -> np.ndarray:
     torch = sys.modules["torch"]
+    if x.device.type == "meta":
+        raise TypeError(f"{name}: is a PyTorch tensor on meta, which has a shape but no numbers; pass one "
+                        f"that has them")  # fmt: skip
     if x.device.type != "cpu":
         raise TypeError(
             f"{name}: is a PyTorch tensor on {x.device}, but this version computes on the CPU alone; "
@@ -99,24 +104,40 @@ def _from_torch(x: Any, name: str) -> np.ndarray:
         )
     if x.requires_grad:
         x = x.detach()
-    if x.layout != torch.strided or x.is_conj() or x.is_neg():
+    if x.layout != torch.strided:
         raise TypeError(f"{name}: is a PyTorch tensor with layout {x.layout}, but dense strided data is "
-                        f"needed; pass {name}.to_dense() or {name}.resolve_conj()")  # fmt: skip
+                        f"needed; pass {name}.to_dense()")  # fmt: skip
+    if x.is_conj() or x.is_neg():
+        how = "resolve_conj()" if x.is_conj() else "resolve_neg()"
+        raise TypeError(f"{name}: is a PyTorch view that negates numbers when it is read, but plain data "
+                        f"is needed; pass {name}.{how}")  # fmt: skip
     if x.dtype == torch.bfloat16:  # NumPy has no bfloat16: the same bits travel as int16
         return x.view(torch.int16).numpy().view(BFLOAT16)
     if x.dtype in (getattr(torch, n, None) for n in ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2")):
         return x.view(torch.uint8).numpy()
-    return x.numpy()
+    try:
+        return x.numpy()
+    except (TypeError, RuntimeError) as error:  # a dtype that NumPy lacks; a tensor of a functorch transform
+        raise TypeError(f"{name}: is a PyTorch tensor of dtype {x.dtype} that has no NumPy view ({error}); "
+                        f"pass plain data, for example {name}.float()") from None  # fmt: skip
 
 
 def wrap(x: Any, name: str) -> Operand:
     """View `x` as an `Operand` called `name`; raises `TypeError` with the conversion for kinds not taken."""
-    if isinstance(x, np.ndarray):
+    if type(x) is np.ndarray:
         return Operand(x, name, "numpy")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name}: is a masked array, whose masked elements have no value to compute with; "
+                        f"give them one with {name}.filled(0), or pass {name}.data")  # fmt: skip
+    if isinstance(x, np.ndarray):  # np.memmap, np.matrix: as the array that they are, without their own rules
+        return Operand(x.view(np.ndarray), name, "numpy")
     if _is_torch(x):
         return Operand(_from_torch(x, name), name, "torch")
     if isinstance(x, np.generic | int | float | list | tuple):
-        return Operand(np.asarray(x), name, "numpy")
+        try:
+            return Operand(np.asarray(x), name, "numpy")
+        except ValueError as error:
+            raise TypeError(f"{name}: is no array ({error}); pass one, all rows of one length") from None
     package = type(x).__module__.split(".")[0]
     how = _HOW.get(package, "numpy.asarray(x)")
     raise TypeError(
@@ -131,7 +152,7 @@ def float_operand(x: Any, name: str) -> Operand:
     if operand.dtype not in FLOATS:
         raise DTypeError(
             f"{name}: has dtype {operand.dtype}, but one of {', '.join(FLOATS)} is needed; "
-            f"convert it with {name}.astype('float32')"
+            f"convert it with {name}{_TO_FLOAT[operand.framework]}"
         )
     return operand
 
@@ -144,7 +165,11 @@ def unwrap(array: np.ndarray, framework: str) -> Any:
 
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise DTypeError(f"a result of dtype {array.dtype} has no form in PyTorch here; ask for NumPy "
+                         f"arrays, or for another dtype") from None  # fmt: skip
 
 
 def common_framework(op: str, *operands: Operand) -> str:
@@ -176,6 +201,8 @@ def output(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, framework
     if out is None:
         array = np.empty(shape, dtype)
         return array, unwrap(array, framework)
+    if isinstance(out, np.generic | int | float | list | tuple):
+        raise TypeError(f"{op}: out is a {type(out).__name__}, which cannot be written to; pass an array")
     target = wrap(out, "out")
     if target.framework != framework:
         raise TypeError(f"{op}: out is a {target.framework} array but the operands are {framework} arrays; "
@@ -184,16 +211,31 @@ def output(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, framework
         raise ShapeError(f"{op}: out has shape {target.shape} but the result has shape {tuple(shape)}; "
                          f"allocate out with the result's shape")  # fmt: skip
     if target.array.dtype != dtype:
+        other = f" or pass dtype={target.dtype!r}" if target.dtype in FLOATS else ""
         raise DTypeError(f"{op}: out has dtype {target.dtype} but the result has dtype {dtype}; "
-                         f"allocate out with that dtype or pass dtype={target.dtype!r}")  # fmt: skip
+                         f"allocate out with that dtype{other}")  # fmt: skip
     if not target.array.flags.writeable:
         raise ValueError(f"{op}: out is read-only; pass a writeable array, for example out.copy()")
+    steps = target.array.strides
+    if target.array.size and any(s == 0 and n > 1 for n, s in zip(target.shape, steps, strict=True)):
+        raise ValueError(
+            f"{op}: out of shape {target.shape} repeats the same memory (its strides are "
+            f"{steps}); pass an array of its own memory, not a broadcast one"
+        )
     for x in inputs:
-        if x is not None and np.may_share_memory(target.array, x) and np.shares_memory(target.array, x):
+        if x is not None and shares_memory(target.array, x):
             raise ValueError(
                 f"{op}: out overlaps an input in memory; pass an out that shares nothing with the operands"
             )
     return target.array, out
+
+
+def shares_memory(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays overlap; yes, too, where strides are so odd that NumPy would search for ages."""
+    try:
+        return np.may_share_memory(a, b) and np.shares_memory(a, b, max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
 
 
 def outputs(op: str, out: Any, names: tuple[str, ...]) -> tuple:
@@ -207,6 +249,6 @@ def outputs(op: str, out: Any, names: tuple[str, ...]) -> tuple:
     arrays = [(n, wrap(x, f"out: {n}").array) for n, x in zip(names, out, strict=True) if x is not None]
     for i, (name, array) in enumerate(arrays):
         for other, memory in arrays[:i]:
-            if np.shares_memory(array, memory):
+            if shares_memory(array, memory):
                 raise ValueError(f"{op}: out: {other} and {name} overlap in memory; pass arrays that do not")
     return tuple(out)

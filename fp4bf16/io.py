@@ -68,6 +68,9 @@ def save(path, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = N
     >>> fb.load(path)["w"].shape
     (4, 32)
     """
+    for name, given in (("arrays", arrays), ("metadata", {} if metadata is None else metadata)):
+        if not isinstance(given, Mapping):
+            raise TypeError(f"save: {name} is a {type(given).__name__}, but a dict by name is needed")
     tensors, quantized = _flatten(arrays)
     extra = dict(metadata or {})
     if _KEY in extra or not all(isinstance(s, str) for item in extra.items() for s in item):
@@ -83,7 +86,10 @@ def save(path, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = N
         a = tensors[name]
         header[name] = {"dtype": _NAMES[a.dtype], "shape": list(a.shape), "data_offsets": [at, at + a.nbytes]}
         at += a.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"save: a name or the metadata is no UTF-8 ({error}); rename it") from None
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
         raise ValueError(f"save: the header takes {len(text)} bytes, but at most {_MAX_HEADER} are read back")
@@ -122,7 +128,8 @@ def _flatten(arrays: Mapping[str, Any]):
 
 
 def _write(path: Path, head: list[bytes], tensors: list[np.ndarray]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    # a part of the name says whose it is; all of it could be longer than a name may be
+    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as f:
             for part in head:
@@ -244,7 +251,10 @@ def _entry(name: str, item: Any, path) -> _Entry:
 
 
 def _read(f, path, base: int, entry: _Entry) -> np.ndarray:
-    array = np.empty(entry.shape, entry.dtype)
+    try:
+        array = np.empty(entry.shape, entry.dtype)
+    except (ValueError, MemoryError) as error:  # an empty tensor, but of axes that NumPy does not count to
+        raise _error(path, f"a tensor of shape {entry.shape} cannot be made ({error})") from None
     raw = array.reshape(-1).view(np.uint8)
     f.seek(base + entry.start)
     if f.readinto(memoryview(raw)) != raw.size:

@@ -11,7 +11,17 @@ import numpy as np
 from . import dispatch
 from .errors import DTypeError, ShapeError, nearest
 from .formats import Format, QuantizedArray, QuantStats, get_format
-from .interop import BFLOAT16, Operand, common_framework, float_operand, np_dtype, output, unwrap, wrap
+from .interop import (
+    BFLOAT16,
+    Operand,
+    common_framework,
+    float_operand,
+    np_dtype,
+    output,
+    shares_memory,
+    unwrap,
+    wrap,
+)
 
 MIN_EXPONENT, MAX_EXPONENT = -119, 120
 _TRANSPOSE = 1 << 16  # elements from which NumPy's copy of a transpose is the slower one
@@ -111,7 +121,7 @@ def _exponents(outer, lead: tuple[int, ...]):
 
 
 def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
-    """Keyword arguments for the kernel, and f(kernel's decode scales) -> the container's outer_scale."""
+    """(keyword arguments of the kernel, f(its decode scales) -> the container's outer_scale, its shape)."""
     if isinstance(outer, str):
         if outer not in OUTERS:
             raise ValueError(f"quantize: outer={outer!r} is unknown{nearest(outer, OUTERS)}")
@@ -123,14 +133,14 @@ def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
             raise ValueError(
                 f"quantize: outer=None, but {fmt} has an outer scale; pass outer=0 for one of 2^0"
             )
-        return {}, lambda decode: None
+        return {}, lambda decode: None, None
     if fmt.default_outer is None:
         raise ValueError(f"quantize: outer={outer!r}, but {fmt} has no outer scale; pass outer=None")
     if not isinstance(outer, str):
         scale, per_row = _exponents(outer, lead)
-        return {"outer_rows": per_row}, lambda decode: scale
+        return {"outer_rows": per_row}, lambda decode: scale, scale.shape
     if outer == "row":
-        return {}, lambda decode: decode.reshape(*lead, 1)
+        return {}, lambda decode: decode.reshape(*lead, 1), (*lead, 1)
     keep = _kept_axes(outer, len(lead) + 1, axis)
     shape, amax = _group_amax(rows, lead, keep)
     first = tuple(slice(None) if n > 1 or i in keep else slice(0, 1) for i, n in enumerate(shape[:-1]))
@@ -140,7 +150,7 @@ def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
             return np.ascontiguousarray(decode.reshape(lead)[first]).reshape(shape)
         return np.ones(shape, np.float32)
 
-    return {"amax": amax}, pick
+    return {"amax": amax}, pick, shape
 
 
 # ---- public ------------------------------------------------------------------------------------------------
@@ -196,8 +206,8 @@ def _quantize(operand: Operand, fmt: Format, axis: int, outer, out, options: dic
     order = _order(array.ndim, axis)
     rows = _kernels().as_rows(_rows(array, axis))
     lead = tuple(n for i, n in enumerate(array.shape) if i != axis)
-    given, outer_scale = _resolve_outer(outer, fmt, rows, lead, axis)
-    target = _targets(out, fmt, operand, order) if out is not None else None
+    given, outer_scale, outer_shape = _resolve_outer(outer, fmt, rows, lead, axis)
+    target = _targets(out, fmt, operand, order, outer_shape) if out is not None else None
     q = _kernels().quantize_rows(rows, fmt, out=target, **options, **given)
     stats = QuantStats(*q.sums.T, *q.counts[:4].tolist(), operand.dtype)
     scale = outer_scale(q.outer)
@@ -208,7 +218,7 @@ def _quantize(operand: Operand, fmt: Format, axis: int, outer, out, options: dic
     return QuantizedArray(*parts, fmt, array.shape, order, stats)
 
 
-def _targets(out, fmt: Format, operand, order):
+def _targets(out, fmt: Format, operand, order, outer_shape):
     """`out`'s bytes as rows to write to, after checking that they are what the result needs."""
     if not isinstance(out, QuantizedArray):
         raise TypeError(
@@ -219,33 +229,33 @@ def _targets(out, fmt: Format, operand, order):
             f"quantize: out is {out.format} of shape {out.shape} stored in order {out.order}, but the result "
             f"is {fmt} of shape {operand.shape} in order {order}; pass an out made by the same call"
         )
-    parts = [
-        wrap(p, f"out.{n}")
-        for n, p in (("packed", out.packed), ("block_scale", out.block_scale))
-        if p is not None
-    ]
+    names = ("packed", "block_scale", "outer_scale")
+    parts = [wrap(p, f"out.{n}") for n in names if (p := getattr(out, n)) is not None]
     common_framework("quantize", operand, *parts)
+    found = None if out.outer_scale is None else parts[-1].shape
+    if found != outer_shape:
+        raise ShapeError(
+            f"quantize: out.outer_scale has shape {found}, but outer= makes {outer_shape}; pass an out that "
+            f"was made with the same outer="
+        )
     for p in parts:
         if not (p.array.flags.writeable and p.array.flags.c_contiguous):
             raise ValueError(f"quantize: {p.name} is read-only or not contiguous; pass out.copy()")
-        if np.shares_memory(p.array, operand.array):
+        if shares_memory(p.array, operand.array):
             raise ValueError(
                 f"quantize: {p.name} overlaps x in memory; pass an out that shares nothing with x"
             )
     rows = out.rows
-    arrays = [p.array.reshape(rows, p.array.shape[-1]) for p in parts]
-    return arrays[0], arrays[1] if len(arrays) > 1 else None
+    packed, scale = (
+        None if p is None else wrap(p, "out").array.view(np.uint8).reshape(rows, p.shape[-1])
+        for p in (out.packed, out.block_scale)
+    )
+    return packed, scale
 
 
 def _fill(out: QuantizedArray, scale, stats) -> QuantizedArray:
     if scale is not None:
-        target = wrap(out.outer_scale, "out.outer_scale").array
-        if target.shape != scale.shape:
-            raise ShapeError(
-                f"quantize: out.outer_scale has shape {target.shape}, but outer= makes {scale.shape}; "
-                f"pass an out that was made with the same outer="
-            )
-        target[...] = scale
+        wrap(out.outer_scale, "out.outer_scale").array[...] = scale
     out.stats, out._expanded = stats, None
     return out
 
@@ -324,7 +334,7 @@ def fake_quantize(
     axis = _check_axis(axis, x.ndim, x.shape)
     rows = _kernels().as_rows(_rows(x, axis))
     lead = tuple(n for i, n in enumerate(x.shape) if i != axis)
-    given, _ = _resolve_outer(outer, fmt, rows, lead, axis)
+    given, _, _ = _resolve_outer(outer, fmt, rows, lead, axis)
     if out is not None and axis != x.ndim - 1:
         raise ShapeError(
             f"fake_quantize: out= needs the blocks along the last axis, but axis is {axis}; leave out=None"

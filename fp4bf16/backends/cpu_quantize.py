@@ -309,19 +309,35 @@ def dequantize_rows(packed, block_scale, outer_rows, fmt, k: int, out=None) -> n
         out = np.empty((rows, k), np.float32)
     target = _writable(out, (rows, k), "dequantize_rows").reshape(-1)
     outer = np.ones(rows, np.float32) if outer_rows is None else _per_row(outer_rows, rows)
-    codes = _flat(packed)
+    _check_bytes(packed, block_scale, fmt, k)
+    codes = _flat(packed).view(np.uint8)
     if fmt.block == 0:
         parallel_chunks(
             rows, lambda i, j: kernels.dequantize_fp8_rows(codes, outer, k, i, j, target), _least_rows(k)
         )
         return out
-    scale, half = _flat(block_scale), _half(fmt)
+    scale, half = _flat(block_scale).view(np.uint8), _half(fmt)
 
     def chunk(i, j):
         kernels.dequantize_rows(codes, scale, outer, half, fmt.block, k, i, j, target)
 
     parallel_chunks(rows, chunk, _least_rows(k))
     return out
+
+
+def _check_bytes(packed: np.ndarray, block_scale: np.ndarray | None, fmt: Format, k: int) -> None:
+    """The kernels read as many bytes as K asks for, whatever there is: a container whose attributes were
+    changed by hand must not come so far.
+    """
+    block = fmt.block or 1
+    blocks = -(-k // block)
+    want = blocks * block // (2 if fmt.block else 1)
+    scales = blocks if block_scale is None else block_scale.shape[1]
+    if packed.shape[1] != want or scales != blocks or (block_scale is None) != (fmt.block == 0):
+        raise ShapeError(
+            f"dequantize: {packed.shape[1]} bytes and {scales} block scales a row, but {k} numbers in {fmt} "
+            f"take {want} and {blocks}; make a new QuantizedArray instead of changing one"
+        )
 
 
 def _half(fmt: Format) -> np.ndarray:
