@@ -70,6 +70,31 @@ def test_a_variable_of_the_environment_that_cannot_be(name, value, tmp_path):
     assert status == 2 and said.splitlines()[-1].startswith(f"fp4bf16: {name}: '{value}' is not a")
 
 
+def test_a_package_that_cannot_be_written_for_an_account_without_a_home(tmp_path):
+    """As in many containers. Root may write everywhere, so the folders are of a kind that nobody can make."""
+    code = (
+        "import os\n"
+        "from pathlib import Path\n"
+        "from fp4bf16.backends import compiled\n"
+        "nowhere = Path(os.devnull) / 'x'\n"
+        "compiled.default_folders = lambda: [nowhere]\n"
+        "from numba.core import caching\n"
+        "def refuse(*_): raise OSError('read-only')\n"
+        "for name, kind in vars(caching).items():\n"
+        "    if name.endswith('CacheLocator') and 'UserProvided' not in name and name != '_CacheLocator':\n"
+        "        kind.ensure_cache_path = refuse\n"
+        "import numpy as np, fp4bf16.backends.cpu_random\n"
+        "from numba import config\n"
+        "print(config.CACHE_DIR, len(os.listdir(config.CACHE_DIR)))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_CACHE_DIR"} | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True,
+                          text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path / "fp4bf16-"))
+    assert not list(tmp_path.iterdir())  # gone with the process
+
+
 @pytest.mark.parametrize("seed", (-5, 2**63))
 @pytest.mark.parametrize("how", ("--seed={}", "--set=seed={}"))
 def test_a_seed_that_cannot_be(seed, how, tmp_path):

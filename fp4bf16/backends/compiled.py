@@ -13,9 +13,18 @@ FIRST_RUN = "first run: compiling the CPU kernels (under a minute; later runs ta
 def cache_folders() -> list[Path]:
     """Folders that numba may keep our kernels in, in the order that it tries them."""
     named = os.environ.get("NUMBA_CACHE_DIR")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return [Path(named)] if named else default_folders()
+
+
+def default_folders() -> list[Path]:
+    """Those that it tries where ``NUMBA_CACHE_DIR`` is unset, or cannot be written."""
     beside = Path(__file__).resolve().parent / "__pycache__"
-    return [Path(named)] if named else [beside, home / "numba"]
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        home = Path(named) if named else Path.home() / ".cache"
+    except RuntimeError:  # an account without a home
+        return [beside]
+    return [beside, home / "numba"]
 
 
 def _indices(folder: Path) -> Iterator[Path]:

@@ -14,9 +14,9 @@ threads.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .cpu_conv import least, round_in_place
+from .jit import njit
 from .threads import num_threads, parallel_chunks, scratch
 
 _SCORE_BYTES = 1 << 20  # of the scores of one task

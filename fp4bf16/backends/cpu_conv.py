@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ..interop import BFLOAT16
 from . import cpu_quantize as quantizer
+from .jit import njit
 from .threads import parallel_chunks, scratch
 
 _BLOCK_BYTES = 1 << 20  # patches of one block of lines: half of a usual second-level cache

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-from numba import njit
 
 from . import simd
+from .jit import njit
 from .simd import bits, from_bits, lane, load, max_lane, select, splat, store
 
 f32, i32 = np.float32, np.int32

@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numba import njit
 
 from ..formats import Format, QuantizedArray
 from ..interop import BFLOAT16, wrap
 from . import cpu_quantize as quantizer
 from . import cpu_quantize_kernels as kernels
 from .cpu_quantize import _flat
+from .jit import njit
 from .threads import num_threads, parallel_chunks, run_inline, scratch
 
 _PANEL_BYTES = 2 << 20  # of one panel: half of a usual second-level cache

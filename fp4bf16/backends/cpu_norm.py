@@ -8,8 +8,8 @@ batch around a picture nor on the number of threads.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from .jit import njit
 from .threads import parallel_chunks
 
 f4 = np.float32

@@ -7,9 +7,9 @@ instructions; nothing is reordered or contracted, so the bits are those of the r
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..python_ref.random import COS_TERMS, LN2_HIGH, LN2_LOW, LOG_TERMS, MULTIPLIERS, SIN_TERMS, SQRT2, WEYL
+from .jit import njit
 from .threads import parallel_chunks
 
 _BLOCK = 256  # counters at a time: 1,024 elements, whose scratch stays in the first-level cache
