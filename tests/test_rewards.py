@@ -37,6 +37,9 @@ def test_score_returns_float32_in_order(pictures):
     (lambda n: np.zeros(n - 1), r"reward bad: returned shape \(4,\) for 5 pictures; it must return one"),
     (lambda n: np.zeros((n, 1)), r"returned shape \(5, 1\) for 5 pictures"),
     (lambda n: 1.0, r"returned shape \(\) for 5 pictures"),
+    (lambda n: np.ones(n) + 1j, "returned ndarray, no numbers; it must return 5 numbers"),
+    (lambda n: np.ma.masked_array(np.ones(n), [0, 0, 1, 0, 0]), r"nan for picture 2 \('p2'\)"),
+    (lambda n: [1e300] + [0.0] * (n - 1), r"inf for picture 0 \('p0'\)"),
     (lambda n: [0.0, 1.0, np.nan, 1.0, np.inf], r"nan for picture 2 \('p2'\), and is not finite for 2 of 5"),
     (lambda n: ["good"] * n, "returned list, no numbers; it must return 5 numbers"),
 ])  # fmt: skip
@@ -46,6 +49,23 @@ def test_a_bad_reward_is_named(pictures, answer, text):
 
     with pytest.raises(RewardError, match=text):
         score(bad, pictures, [f"p{i}" for i in range(5)])
+
+
+def test_a_reward_cannot_change_what_it_looks_at(pictures):
+    def vandal(images, prompts):
+        images[...] = 7
+        prompts.clear()
+        return np.zeros(len(images))
+
+    before, prompts = pictures.copy(), ["p"] * 5
+    score(vandal, pictures, prompts)
+    assert np.array_equal(pictures, before) and prompts == ["p"] * 5
+
+
+def test_a_reward_may_answer_with_a_tensor_that_wants_a_gradient(pictures):
+    torch = pytest.importorskip("torch")
+    values = score(lambda images, prompts: torch.arange(5.0, requires_grad=True), pictures, ["p"] * 5)
+    assert values.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_prompts_must_match_and_names_are_found(pictures):

@@ -26,6 +26,18 @@ def reward_name(reward: Any) -> str:
     return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
 
 
+def _numbers(answer: Any) -> np.ndarray:
+    if hasattr(answer, "detach"):  # of a PyTorch model, which may be on a GPU and want a gradient
+        answer = answer.detach().cpu()
+    if isinstance(answer, np.ma.MaskedArray):
+        answer = answer.filled(np.nan)
+    values = np.asarray(answer)
+    if values.dtype.kind == "c":
+        raise TypeError("complex numbers have no order")
+    with np.errstate(over="ignore"):  # beyond float32: infinite, and refused as such
+        return values.astype(np.float32)
+
+
 def score(reward: Reward, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
     """``reward(images, prompts)``, checked: float32 (n,).
 
@@ -39,9 +51,9 @@ def score(reward: Reward, images: np.ndarray, prompts: Sequence[str]) -> np.ndar
     name, n = reward_name(reward), len(images)
     if len(prompts) != n:
         raise RewardError(f"reward {name}: {n} pictures but {len(prompts)} prompts; pass one a picture")
-    answer = reward(images, prompts)
+    answer = reward(images.copy(), list(prompts))  # what it does to them is its own affair
     try:
-        values = np.asarray(answer, np.float32)
+        values = _numbers(answer)
     except (TypeError, ValueError):
         raise RewardError(
             f"reward {name}: returned {type(answer).__name__}, no numbers; it must return {n} numbers"
