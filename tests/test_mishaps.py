@@ -95,6 +95,11 @@ def test_a_package_that_cannot_be_written_for_an_account_without_a_home(tmp_path
     assert not list(tmp_path.iterdir())  # gone with the process
 
 
+def test_a_shape_of_digits_that_are_no_numbers():
+    status, _, said = run("validate", "--op", "matmul", "--shape", "\u00b2x3x4")
+    assert status == 2 and "'\u00b2x3x4' is not a shape; give whole numbers like 128x256x64" in said
+
+
 @pytest.mark.parametrize("seed", (-5, 2**63))
 @pytest.mark.parametrize("how", ("--seed={}", "--set=seed={}"))
 def test_a_seed_that_cannot_be(seed, how, tmp_path):

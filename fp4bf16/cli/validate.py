@@ -289,7 +289,7 @@ def _one_of(known: Any, what: str) -> Callable[[str], str]:
 
 def _parse_shape(value: str) -> tuple[int, ...]:
     parts = value.lower().replace(",", "x").split("x")
-    if not all(p.isdigit() and int(p) > 0 for p in parts):
+    if not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise argparse.ArgumentTypeError(f"{value!r} is not a shape; give whole numbers like 128x256x64")
     return tuple(map(int, parts))
 
