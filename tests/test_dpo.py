@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp4bf16 import tracks
-from fp4bf16.align.dpo import dpo_backward, dpo_loss
+from fp4bf16.align.dpo import dpo_backward, dpo_loss, phase_drift
 from fp4bf16.align.fidelity import rank_fidelity, ranks, spearman
 from fp4bf16.align.rollout import (
     Settings,
@@ -105,22 +105,27 @@ def test_before_the_first_update_loss_is_ln2_and_every_margin_zero(rng):
     assert after.loss < result.loss and after.stats["rewards/margins"] > 0
 
 
-def test_network_gradient_is_finite_differences(rng):
+@pytest.mark.parametrize("hold", [0.0, 30.0])
+def test_network_gradient_is_finite_differences(hold, rng):
     """Whole chain in float64 on the unrounded track: d loss / d parameters along a random direction."""
     model = _tiny(np.float64)
     reference = model.flat.data + 0.01 * rng.standard_normal(model.flat.data.shape)
-    batch = _batch(rng, dtype=np.float64)
+    batch, beta, seen = _batch(rng, dtype=np.float64), 10.0, {}
 
     def frozen(x, t, c):
         with model.using(reference), no_grad():
-            return model(x, t, captions=c).data
+            seen["frozen"] = model(x, t, captions=c).data
+        return seen["frozen"]
+
+    def policy(x, t, c):
+        seen["output"] = model(x, t, captions=c)
+        return seen["output"]
 
     def loss() -> float:
         model.flat.touch()
         model.zero_grad()
-        return dpo_backward(
-            lambda x, t, c: model(x, t, captions=c), frozen, *batch, cosine(1000), "v", 10.0
-        ).loss
+        value = dpo_backward(policy, frozen, *batch, cosine(1000), "v", beta, hold, phases=4).loss
+        return value + beta * hold * np.mean(phase_drift(seen["output"].data, seen["frozen"], 4) ** 2)
 
     with tracks("reference"):
         loss()
@@ -132,6 +137,17 @@ def test_network_gradient_is_finite_differences(rng):
         model.flat.data[...] = start - h * direction
         numeric = (up - loss()) / (2 * h)
     assert gradient @ direction == pytest.approx(numeric, rel=1e-5)
+
+
+def test_drift_is_the_grid_alone(rng):
+    """Folded pixels that move apart are a drift; a change of colour, or of single pictures, is none."""
+    frozen = rng.standard_normal((4, 8, 8, 12))
+    assert np.abs(phase_drift(frozen + np.repeat([0.1, -0.2, 0.3], 4), frozen, 4)).max() < 1e-12
+    swing = np.zeros((4, 1, 1, 12))
+    swing[0, ..., 5], swing[1, ..., 5] = 0.4, -0.4
+    assert np.abs(phase_drift(frozen + swing, frozen, 4)).max() < 1e-12
+    grid = np.tile([0.3, -0.1, -0.1, -0.1], 3)  # a dot in every 2x2 pixels
+    np.testing.assert_allclose(phase_drift(frozen + grid, frozen, 4), grid, atol=1e-12)
 
 
 # -------------------------------------------------------------------------------------------------------

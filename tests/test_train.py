@@ -25,7 +25,7 @@ from fp4bf16.train.evaluate import cases  # noqa: E402
 from fp4bf16.train.finish import paired_gain  # noqa: E402
 from fp4bf16.train.folder import RunFolder  # noqa: E402
 from fp4bf16.train.run import train  # noqa: E402
-from fp4bf16.train.stages import _Skips, learning_rate, shifted  # noqa: E402
+from fp4bf16.train.stages import _Skips, learning_rate  # noqa: E402
 
 
 def tiny(*more: str):
@@ -394,15 +394,6 @@ def test_learning_rate_falls_over_the_last_share():
     assert learning_rate(9, 10, 1.0, 0.0) == 1.0
 
 
-def test_shifted(rng):
-    x = rng.standard_normal((3, 8, 8, 2))
-    y = shifted(x, np.array([[0, 0], [1, 0], [0, -1]]))
-    np.testing.assert_array_equal(y[0], x[0])
-    np.testing.assert_array_equal(y[1, 1:], x[1, :-1])
-    np.testing.assert_array_equal(y[1, 0], x[1, 0])  # the edge is repeated
-    np.testing.assert_array_equal(y[2, :, :-1], x[2, :, 1:])
-
-
 def test_paired_gain(rng):
     """The interval of the gain covers the truth about 95 times in 100 when pictures of a caption go
     together.
@@ -433,7 +424,8 @@ def test_progress_on_a_log_and_on_a_terminal():
     bar.say("a note")
     bar.end()
     assert (
-        "reward=0.25" in terminal.getvalue()
+        "reward" in terminal.getvalue()
+        and "0.25" in terminal.getvalue()
         and "a note" in terminal.getvalue()
         and "\r" in terminal.getvalue()
     )

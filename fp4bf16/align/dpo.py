@@ -95,21 +95,45 @@ def dpo_backward(
     schedule: Schedule,
     prediction: str,
     beta: float,
+    hold: float = 0.0,
+    phases: int = 1,
 ) -> DPOResult:
     """Loss and gradient of a batch of pairs: afterwards the policy's parameters hold their gradients.
 
     `chosen`, `rejected`, `eps`: (pairs, ...) float32, `condition` one row a pair, `t` (pairs,). Chosen and
     rejected pictures run as one batch of 2 pairs with the same t and the same noise; the reference runs
     without a tape.
+
+    e_w - e_l does not feel what both pictures of a pair share, so a shift of all outputs alike costs nothing
+    and grows. Where the channels are pictures folded by `phases` pixels (channel c phases + i is colour c at
+    pixel i), such a shift is a grid over every picture. ``beta hold mean(d²)`` is added to what is minimised,
+    d the batch's mean of output - reference in each channel, less its mean over the phases of a colour. The
+    loss that is returned is the preference loss alone.
     """
     pairs = len(chosen)
     x0, noise = np.concatenate([chosen, rejected]), np.concatenate([eps, eps])
     t, condition = np.concatenate([t, t]), np.concatenate([condition, condition])
     x_t, target = schedule.add_noise(x0, noise, t), schedule.target(x0, noise, t, prediction)
-    frozen, _ = picture_errors(reference(x_t, t, condition), target)
+    frozen = reference(x_t, t, condition)
+    anchor, _ = picture_errors(frozen, target)
     output = policy(x_t, t, condition)
     errors, gradient = picture_errors(output.data, target)
-    result = dpo_loss(errors[:pairs], errors[pairs:], frozen[:pairs], frozen[pairs:], beta)
+    result = dpo_loss(errors[:pairs], errors[pairs:], anchor[:pairs], anchor[pairs:], beta)
     weight = np.concatenate([result.chosen_gradient, result.rejected_gradient])
-    output.backward(gradient * weight.astype(gradient.dtype).reshape(-1, *(1,) * (gradient.ndim - 1)))
+    gradient *= weight.astype(gradient.dtype).reshape(-1, *(1,) * (gradient.ndim - 1))
+    drift = phase_drift(output.data, frozen, phases)
+    result.stats["drift"] = float(np.sqrt(np.mean(np.square(drift))))
+    if hold:
+        gradient += (2 * beta * hold / output.data.size * drift).astype(gradient.dtype)
+    output.backward(gradient)
     return result
+
+
+def phase_drift(output: np.ndarray, reference: np.ndarray, phases: int) -> np.ndarray:
+    """Mean of output - reference over all but the channels, less that over the phases: float64 (channels,).
+
+    >>> phase_drift(np.float32([[[[3.0, 1.0]]]]), np.zeros((1, 1, 1, 2), np.float32), phases=2).tolist()
+    [1.0, -1.0]
+    """
+    mean = (output - reference).reshape(-1, output.shape[-1]).mean(0, dtype=np.float64).reshape(-1, phases)
+    return (mean - mean.mean(1, keepdims=True)).reshape(-1)

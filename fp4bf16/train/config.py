@@ -76,13 +76,13 @@ class AlignConfig:
     explore_track: str = "fp4"
     select: str = "best_worst"
     beta: float = 4000.0
+    hold: float = 3.0  # weight, in units of beta, that keeps folded pixels from drifting apart
     timesteps: int = 4  # a pair
     timestep_fraction: float = 0.6  # of the sampler's steps, from the noisy end: where a pair is compared
     batch: int = 32  # pairs times timesteps in one optimizer step
-    lr: float = 6e-5
+    lr: float = 1e-4
     decay: float = 0.5  # last share of the iterations, in which the learning rate falls linearly to 0
     clip: float = 1.0
-    jitter: int = 1  # largest shift of a pair in pixels
     fidelity_every: int = 5  # iterations between measurements of the rank fidelity
     retries: int = 2  # new seeds tried for a rollout that is not healthy
 

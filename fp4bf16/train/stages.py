@@ -151,6 +151,7 @@ def _optimize(run: Run, iteration: int, pairs: explore.Rollout) -> dict[str, flo
     c, model, flat = run.config.align, run.model, run.parameters
     if not len(pairs.prompts):
         return {"loss": float("nan"), "updates": 0.0}
+    chosen, rejected = model.fold(pairs.chosen), model.fold(pairs.rejected)
     captions = model.encode(pairs.prompts)
     total = len(captions) * c.timesteps
     order = permutation(run.seed("dpo/order"), iteration, total)
@@ -159,7 +160,6 @@ def _optimize(run: Run, iteration: int, pairs: explore.Rollout) -> dict[str, flo
     share = (order % c.timesteps + uniform(run.seed("dpo/t"), iteration, total)) / c.timesteps
     t = levels[np.minimum((share * len(levels)).astype(np.int64), len(levels) - 1)]
     eps = normal(run.seed("dpo/noise"), iteration, (total, *model.shape))
-    shifts = np.array([0, 0, -1, 1])[integers(run.seed("dpo/shift"), iteration, (total, 2), 0, 4)] * c.jitter
     reference, skips = model.reference(run.ema.average), _Skips("align")
     lr = learning_rate(iteration, c.iterations, c.lr, c.decay)
     losses, sums, weights = [], {}, []
@@ -170,14 +170,16 @@ def _optimize(run: Run, iteration: int, pairs: explore.Rollout) -> dict[str, flo
         result = dpo_backward(
             model.policy,
             reference,
-            model.fold(shifted(pairs.chosen[row], shifts[some])),
-            model.fold(shifted(pairs.rejected[row], shifts[some])),
+            chosen[row],
+            rejected[row],
             captions[row],
             t[some],
             eps[some],
             model.schedule,
             model.prediction,
             c.beta,
+            c.hold,
+            run.config.model.unshuffle**2,
         )
         norm = clip_norm(flat.grad, c.clip)
         if skips.finite(result.loss, norm):
@@ -194,16 +196,6 @@ def _optimize(run: Run, iteration: int, pairs: explore.Rollout) -> dict[str, flo
         "updates": float(len(losses) - skips.count),
         "skipped": float(skips.count),
     }
-
-
-def shifted(pictures: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Each of `pictures` (n, H, W, C) moved by its row of `by` (n, 2: down, right) pixels; edge colours
-    move in.
-    """
-    height, width = pictures.shape[1:3]
-    rows = np.clip(np.arange(height) - by[:, :1], 0, height - 1)
-    columns = np.clip(np.arange(width) - by[:, 1:], 0, width - 1)
-    return pictures[np.arange(len(pictures))[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
 def evaluate_base(run: Run) -> None:
