@@ -203,8 +203,8 @@ def text(data: dict[str, Any]) -> str:
         "arrays taken": _exchange_lines(data["exchange"]),
         "CPU": [f"{name:<16} {value}" for name, value in data["cpu"].items()],
         "environment": [
-            f"{name:<20} {v['value'] if v['value'] is not None else 'unset':<10} {v['meaning']} "
-            f"(default: {v['default']})"
+            f"{name:<20} {v['value'] if v['value'] is not None else 'unset':<10} {v['meaning']}"
+            + ("" if v["default"] == "unset" else f" (default: {v['default']})")
             for name, v in data["environment"].items()
         ],
     }

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WIDTH, HEIGHT = 520, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 96, 14, 40
+WIDTH, HEIGHT = 520, 266
+LEFT, RIGHT, TOP, BOTTOM = 52, 96, 30, 40
 INK, MUTED, RULE = "#22262b", "#6a7078", "#e3e5e8"
 COLOURS = ("#2b5f8f", "#c2571a", "#3f7d4e", "#7a4f8f")  # told apart in grey and by the colour-blind as well
 
@@ -110,6 +110,7 @@ def line_chart(
     labels += _lines(series, px, py, out)
     out += _labels(labels)
     out.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, x_label, "middle"))
+    out.append(_text(LEFT, 13, y_label, "start"))
     out.append("</svg>")
     return "".join(out)
 

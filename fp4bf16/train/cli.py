@@ -30,7 +30,10 @@ def add_parsers(subparsers: Any) -> None:
     )
     # No argparse choices: an unknown preset gets a sentence with the nearest name.
     train.add_argument(
-        "--preset", default="faces16", metavar="NAME", help=f"{', '.join(PRESETS)} (default: faces16)"
+        "--preset",
+        default="faces16",
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}; ci takes seconds and learns nothing (default: faces16)",
     )
     train.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/PRESET)")
     train.add_argument(
@@ -44,7 +47,11 @@ def add_parsers(subparsers: Any) -> None:
         "--select", metavar="HOW", help="best_worst (default) or random: which explored seeds are kept"
     )
     train.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. --set base.steps=500"
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="e.g. base.steps=500, may be given again; the keys are those that --dry-run prints",
     )
     train.set_defaults(function=train_command)
     sample = subparsers.add_parser(
@@ -52,15 +59,26 @@ def add_parsers(subparsers: Any) -> None:
     )
     sample.add_argument("--run", type=Path, required=True, metavar="DIR", help="folder of the run")
     sample.add_argument(
-        "--caption", required=True, metavar="TEXT", help="what to draw, in words that the run has seen"
+        "--caption",
+        required=True,
+        metavar="TEXT",
+        help="what to draw, in words of the run's captions, such as 'angry face'",
     )
-    sample.add_argument("--n", type=int, default=16, help="pictures (default: 16)")
+    sample.add_argument("--n", type=int, default=16, metavar="N", help="pictures (default: 16)")
     sample.add_argument(
-        "--seed", type=int, default=0, help="seed of the first; the next has the next (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the first picture; the next has N + 1 (default: 0)",
     )
     sample.add_argument("--track", default="bf16", metavar="T", help="bf16 (default) or fp4")
     sample.add_argument(
-        "--steps", type=int, default=None, help="sampling steps (default: as the run's evaluation)"
+        "--steps",
+        type=int,
+        default=None,
+        metavar="N",
+        help="sampling steps (default: as the run's evaluation)",
     )
     sample.add_argument("--weights", default="aligned", metavar="W", help="aligned (default) or base")
     sample.add_argument("--out", type=Path, required=True, metavar="FILE", help="PNG file to write")
@@ -223,11 +241,14 @@ def sample_command(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--n {arguments.n} --seed {arguments.seed}: give 1 to 10000 pictures and a seed from 0"
         )
+    if arguments.out.is_dir():
+        raise ConfigError(f"--out {arguments.out}: is a folder; name the PNG file to write")
     model = load_model(arguments.run, arguments.weights)
     seeds = [arguments.seed + i for i in range(arguments.n)]
     steps = model.config.eval.steps if arguments.steps is None else arguments.steps
     pictures = model.draw(seeds, [arguments.caption] * arguments.n, steps, arguments.track, strict=True)
     columns = min(arguments.n, 8)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_bytes(png(grid(to_bytes(pictures), columns), scale=max(1, 128 // model.config.size)))
     print(f"{arguments.n} pictures of {arguments.caption!r}: {arguments.out}")
     return 0

@@ -131,8 +131,9 @@ def write_report(run: Run) -> None:
         }
         for i in shown
     ]
-    both = np.stack([base[shown], aligned[shown]], 1).reshape(-1, *base.shape[1:])
-    (run.folder.samples / "pairs.png").write_bytes(png(grid(both, columns=12), scale=4))
+    white = np.full((len(shown), base.shape[1], 1, 3), 255, np.uint8)
+    both = np.concatenate([base[shown], white, aligned[shown]], 2)  # a pair stands closer than its neighbours
+    (run.folder.samples / "pairs.png").write_bytes(png(grid(both, columns=6, gap=4), scale=4))
     config = run.config
     a = config.align
     facts = [

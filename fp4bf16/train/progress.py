@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 import time
 from typing import Any
@@ -39,8 +40,10 @@ class Progress:
         self.end()
         self._name, self._total, self._done, self._said = name, total, done, time.monotonic()
         if self._tqdm is not None:
-            self._bar = self._tqdm(total=total, initial=done, desc=f"{name:<9}", file=self.stream, leave=True,
-                                   dynamic_ncols=True, mininterval=0.2)  # fmt: skip
+            # Without tqdm's own rate, so that in 80 columns a bar is left beside the values.
+            layout = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+            self._bar = self._tqdm(total=total, initial=done, desc=f"{name:<8}", file=self.stream, leave=True,
+                                   dynamic_ncols=True, mininterval=0.2, bar_format=layout)  # fmt: skip
         if note or self._bar is None:
             self.say(
                 f"{name}: {note}" if note else f"{name}: {total} steps" + (f", from {done}" if done else "")
@@ -50,7 +53,11 @@ class Progress:
         """`n` more steps are done; `values` are shown beside the bar."""
         self._done += n
         if self._bar is not None:
-            self._bar.set_postfix({k: _short(v) for k, v in values.items()}, refresh=False)
+            parts = [f"{k} {_short(v, 3)}" for k, v in values.items()]
+            room = shutil.get_terminal_size().columns - 42  # what the other fields take, and a bar to see
+            while len(parts) > 1 and len(" ".join(parts)) > room:
+                parts.pop()
+            self._bar.set_postfix_str(" ".join(parts), refresh=False)
             self._bar.update(n)
             return
         now = time.monotonic()
@@ -66,8 +73,8 @@ class Progress:
             self._bar = None
 
 
-def _short(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
+def _short(value: float | str, digits: int = 4) -> str:
+    return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
 def announce_compilation(say) -> None:

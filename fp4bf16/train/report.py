@@ -38,7 +38,7 @@ table, .tile, svg text, figcaption, .pair span {
 .bad, .tile.bad b { color: var(--bad); }
 .charts {
   display: grid; gap: 1.5rem 2.5rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(27rem, 100%), 1fr));
+  grid-template-columns: repeat(auto-fill, minmax(min(27rem, 100%), 1fr));
 }
 figure { margin: 0; }
 figcaption { font-size: .85rem; line-height: 1.4; max-width: 34rem; }
@@ -57,12 +57,21 @@ table { border-collapse: collapse; font-size: .88rem; margin: .8rem 0 1.2rem; }
 th, td { text-align: right; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--rule); }
 th, td { white-space: nowrap; }
 th { font-weight: 600; }
-th:first-child, td:first-child, td.word { text-align: left; }
+th:first-child, td:first-child, .word { text-align: left; }
 details { margin-top: 2.5rem; }
 summary { cursor: pointer; }
 pre { font-size: .8rem; line-height: 1.45; overflow-x: auto; }
 footer { margin-top: 4rem; font-size: .85rem; border-top: 1px solid var(--rule); padding-top: 1rem; }
 """
+
+#: What each guard measures.
+MEASURED = {
+    "pixel_distance": "kernel distance of their pixel statistics to the winning style's",
+    "pattern_2x2": "amplitude of their mean 2 x 2 pixels: a fine dot grid",
+    "pattern_4x4": "how far their mean 4 x 4 pixels depart from the real pictures'",
+    "contrast": "mean standard deviation of the luma, on [-1, 1]",
+    "colourfulness": "mean of Hasler and Suesstrunk's measure, on 0 to 255",
+}
 
 
 def build_report(
@@ -164,8 +173,7 @@ def _gallery(pairs: Sequence[dict[str, Any]]) -> str:
         cells.append(
             f'<figure class="pair"><div>{_image(pair["base"], "base: " + caption)}'
             f"{_image(pair['aligned'], 'aligned: ' + caption)}"
-            f"<span>base {number(pair['base_score'], 2)}</span><span>aligned "
-            f"{number(pair['aligned_score'], 2)}</span>"
+            f"<span>base {pair['base_score']:.2f}</span><span>aligned {pair['aligned_score']:.2f}</span>"
             f"</div><figcaption>{html.escape(caption)}</figcaption></figure>"
         )
     return (
@@ -267,7 +275,8 @@ def _guards(summary: dict) -> str:
     body = "".join(
         f"<tr><td>{html.escape(row['name'])}</td><td>{number(row['base'])}</td><td>{number(row['aligned'])}</td>"
         f"<td>{_range(row)}</td><td class='word{'' if row['holds'] else ' bad'}'>"
-        f"{'holds' if row['holds'] else 'broken'}</td></tr>"
+        f"{'holds' if row['holds'] else 'broken'}</td>"
+        f"<td class='word'>{html.escape(MEASURED.get(row['name'], ''))}</td></tr>"
         for row in rows
     )
     return (
@@ -277,7 +286,8 @@ def _guards(summary: dict) -> str:
         "gain "
         "above is not to be believed.</p><div "
         "class=scroll><table><tr><th>guard</th><th>base</th><th>aligned</th>"
-        f"<th>limit</th><th></th></tr>{body}</table></div>"
+        "<th>limit</th><th></th><th class=word>what it measures in the pictures</th></tr>"
+        f"{body}</table></div>"
     )
 
 
@@ -332,6 +342,7 @@ def _times(summary: dict) -> str:
     if not times:
         return ""
     rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{seconds:.1f}</td></tr>" for name, seconds in times.items()
+        f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{seconds:.1f}</td></tr>"
+        for name, seconds in times.items()
     )
     return f"<h2>Where the time went</h2><table><tr><th>stage</th><th>seconds</th></tr>{rows}</table>"
