@@ -72,14 +72,13 @@ class Run:
         self.pairs: Pairs = load_pairs(config.size)
         word = config.word or None
         self.train_pairs = self.pairs.select(role="policy", word=word)
-        self.eval_captions = (
-            self.pairs.select(word=word, role=None).captions
-            if word
-            else (self.pairs.select(role="policy").captions + self.pairs.select(role="evaluation").captions)
+        evaluated = self.pairs.select(word=word) if word else self.pairs
+        self.eval_captions = tuple(
+            caption
+            for caption, role in zip(evaluated.captions, evaluated.roles, strict=True)
+            if role in ("policy", "evaluation")
         )
-        choose_prompts(
-            self.train_pairs.captions, config.align.prompts, 0, 0
-        )  # too few: said now, not after training
+        choose_prompts(self.train_pairs.captions, config.align.prompts, 0, 0)  # too few: said before training
         self.model = Denoiser(config, Vocabulary.of(self.train_pairs.captions))
         self.parameters = self.model.unet.flat
         self.ema = EMA(self.parameters.data, config.base.ema)
@@ -140,9 +139,7 @@ class Run:
         self.folder.save(arrays | give(self.arrays, "result"), meta)
 
     def restore(self, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
-        """Take up the state that `save` wrote. Raises `CheckpointError` when it does not fit this
-        configuration.
-        """
+        """Take up the state that `save` wrote; `CheckpointError` when it does not fit this configuration."""
         try:
             restore_weights(self.model, arrays, "policy")
             restore_flat(self.parameters, take(arrays, "ema"), self.ema.average)

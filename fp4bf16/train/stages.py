@@ -89,8 +89,7 @@ def train_base(run: Run) -> None:
         run.progress.step(loss=loss, **{"images/s": rate})
         last = step + 1 == c.steps
         run.done(step + 1, save=not last and (step + 1) % c.checkpoint_every == 0)
-    # What is aligned, and what DPO stays near, is the average of the weights; the optimizer starts anew
-    # there.
+    # What is aligned, and what DPO stays near, is the average of the weights; the optimizer starts anew.
     flat.data[...] = run.ema.average
     flat.touch()
     run.optimizer = AdamW(flat.data, run.config.align.lr)
@@ -145,9 +144,7 @@ def _rollout(run: Run, iteration: int) -> tuple[dict[str, float], explore.Rollou
 
 
 def _optimize(run: Run, iteration: int, pairs: explore.Rollout) -> dict[str, float]:
-    """DPO on the pairs of one iteration: every pair at `timesteps` noise levels, one per equal share of
-    them.
-    """
+    """DPO on the pairs of one iteration, each at `timesteps` of the noise levels of the sampler."""
     c, model, flat = run.config.align, run.model, run.parameters
     if not len(pairs.prompts):
         return {"loss": float("nan"), "updates": 0.0}
