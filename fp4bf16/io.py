@@ -128,6 +128,8 @@ def _flatten(arrays: Mapping[str, Any]):
 
 
 def _write(path: Path, head: list[bytes], tensors: list[np.ndarray]) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"save: {path}: the folder {path.parent} is not there; make it first")
     # a part of the name says whose it is; all of it could be longer than a name may be
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     try:
