@@ -25,6 +25,12 @@ def pytest_report_header() -> str:
     return f"fp4bf16: random seed {_SEED} (repeat it with FP4BF16_TEST_SEED={_SEED})"
 
 
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Under ``-q`` there is no header, but a failure needs the seed."""
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(pytest_report_header())
+
+
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """A generator of the run's seed and the test's name; the seed stands in the header of the report."""
