@@ -61,7 +61,7 @@ def test_info_lists_every_environment_variable_of_the_package():
 
 def test_info_needs_no_extra(tmp_path):
     """With every optional package missing the command still runs."""
-    absent = ["torch", "PIL", "matplotlib", "safetensors", "tqdm", "jax", "cupy"]
+    absent = ["torch", "PIL", "safetensors", "tqdm", "jax", "cupy"]
     block = f"import sys\nsys.modules.update(dict.fromkeys({absent}))\n"
     program = block + "from fp4bf16.__main__ import main\nsys.exit(main(['info']))"
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}

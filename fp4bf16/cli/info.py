@@ -23,7 +23,7 @@ from ..backends import compiled, cuda, threads
 #: Packages by what needs them.
 PACKAGES = {
     "needed": ("numpy", "ml_dtypes", "numba", "llvmlite", "cffi"),
-    "train": ("pillow", "matplotlib", "safetensors", "tqdm"),
+    "train": ("pillow", "safetensors", "tqdm"),
     "frameworks": ("torch", "jax", "cupy-cuda13x", "cuda-bindings", "cuda-core", "diffusers"),
     "test": ("pytest", "hypothesis", "ruff"),
 }

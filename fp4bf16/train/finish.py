@@ -134,20 +134,22 @@ def write_report(run: Run) -> None:
     white = np.full((len(shown), base.shape[1], 1, 3), 255, np.uint8)
     both = np.concatenate([base[shown], white, aligned[shown]], 2)  # a pair stands closer than its neighbours
     (run.folder.samples / "pairs.png").write_bytes(png(grid(both, columns=6, gap=4), scale=4))
-    config = run.config
-    a = config.align
-    facts = [
+    page = build_report(
+        json.dumps(run.config.to_dict(), indent=2), run.folder.metrics(), pairs, _facts(run)
+    )
+    run.folder.report_file.write_text(page, encoding="utf-8")
+
+
+def _facts(run: Run) -> list[str]:
+    """What the run did, in two paragraphs."""
+    config, a = run.config, run.config.align
+    return [
         f"Preset {config.preset}, seed {config.seed}: a diffusion model of {config.size} x {config.size} "
-        "pixels learns "
-        f"{len(run.train_pairs)} captions in two drawing styles, then moves towards one of them, "
-        f"{config.winner}, by "
+        f"pixels learns {len(run.train_pairs)} captions in the drawing styles of two emoji sets, Noto and "
+        f"Twemoji, without being told which is which. Then it moves towards {config.winner.capitalize()} by "
         f"preferences that a judge gives to its own pictures.",
         f"In each of {a.iterations} iterations, {a.prompts} prompts x {a.seeds} seeds are explored in "
         f"{a.explore_steps} steps on the {a.explore_track.upper()} track; {a.keep} of {a.seeds} are made "
-        "again in "
-        f"{a.steps} steps on the BF16 track, scored anew and paired for Diffusion-DPO. On a CPU the FP4 "
-        "track is "
-        f"emulated: the numerics of FP4, not its speed.",
+        f"again in {a.steps} steps on the BF16 track, scored anew and paired for Diffusion-DPO. On a CPU the "
+        f"FP4 track is emulated: the numerics of FP4, not its speed.",
     ]
-    page = build_report(json.dumps(config.to_dict(), indent=2), run.folder.metrics(), pairs, facts)
-    run.folder.report_file.write_text(page, encoding="utf-8")
