@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..align import rollout as explore
 from ..align.dpo import dpo_backward
+from ..align.rollout import Rollout, Settings, choose_prompts, measure_fidelity, rollout
 from ..diffusion.losses import squared_error
 from ..diffusion.noise import integers, normal, permutation, uniform
 from ..errors import NonFiniteError
@@ -128,22 +128,22 @@ def align(run: Run) -> None:
     run.enter("evaluate")
 
 
-def _rollout(run: Run, iteration: int) -> tuple[dict[str, float], explore.Rollout]:
+def _rollout(run: Run, iteration: int) -> tuple[dict[str, float], Rollout]:
     c = run.config.align
-    prompts = explore.choose_prompts(run.train_pairs.captions, c.prompts, run.seed("prompts"), iteration)
+    prompts = choose_prompts(run.train_pairs.captions, c.prompts, run.seed("prompts"), iteration)
     seeds = integers(run.seed("rollout"), iteration, (c.prompts, c.seeds), 0, 2**32).astype(np.uint64)
-    settings = explore.Settings(c.keep, c.explore_steps, c.steps, c.explore_track, c.select, c.retries)
+    settings = Settings(c.keep, c.explore_steps, c.steps, c.explore_track, c.select, c.retries)
     reward = run.judges["reward"]
-    pairs = explore.rollout(run.model.draw, reward, seeds, prompts, settings, run.seed(f"select/{iteration}"))
+    pairs = rollout(run.model.draw, reward, seeds, prompts, settings, run.seed(f"select/{iteration}"))
     stats = dict(pairs.stats)
     if iteration % c.fidelity_every == 0 or iteration + 1 == c.iterations:
-        found = explore.measure_fidelity(run.model.draw, reward, pairs, prompts, settings)
+        found = measure_fidelity(run.model.draw, reward, pairs, prompts, settings)
         stats |= found
         run.results.setdefault("fidelity", []).append(found)
     return stats, pairs
 
 
-def _optimize(run: Run, iteration: int, pairs: explore.Rollout) -> dict[str, float]:
+def _optimize(run: Run, iteration: int, pairs: Rollout) -> dict[str, float]:
     """DPO on the pairs of one iteration, each at `timesteps` of the noise levels of the sampler."""
     c, model, flat = run.config.align, run.model, run.parameters
     if not len(pairs.prompts):
