@@ -119,9 +119,10 @@ def test_gaussian_data_is_sampled_with_its_moments(rng):
         return schedule.target(x0, schedule.eps_from_x0(x0, x, t), t, "v")
 
     seed = int(rng.integers(2**31))
-    for sampler, steps in (("ddim", 100), ("ancestral", 200)):
+    # 400 steps leave 1 to 2 % of the deviation to the discretisation, 16,384 draws 0.6 % to chance.
+    for sampler in ("ddim", "ancestral"):
         x = generate(
-            model, range(seed, seed + 64), None, (8, 8, 1), schedule, steps, sampler=sampler, clip=None
+            model, range(seed, seed + 256), None, (8, 8, 1), schedule, 400, sampler=sampler, clip=None
         )
         assert x.mean() == pytest.approx(m, abs=0.02) and x.std() == pytest.approx(s, rel=0.05), sampler
 
