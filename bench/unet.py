@@ -1,15 +1,18 @@
 """Forward and training step of the UNet on the CPU: milliseconds and pictures a second on each track.
 
-    python bench/unet.py [--config tiny|ddpm-cifar10-32] [--batch 32] [--repeat 20] [--profile] [--peers]
+    python bench/unet.py [--config tiny|ddpm-cifar10-32] [--batch 32] [--repeat 20] [--profile]
+                          [--peers] [--json]
 
 Prints one line for each case: median, 20th and 80th percentile of wall time and the median of CPU time (all
-threads), which other programs on the machine disturb less. --peers times diffusers' network on PyTorch too.
+threads), which other programs on the machine disturb less. --peers times diffusers' network on PyTorch too;
+--json writes bench/results/cpu/unet.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import pathlib
 import pstats
 import sys
@@ -24,7 +27,11 @@ from fp4bf16 import nn  # noqa: E402
 from fp4bf16.backends.threads import num_threads  # noqa: E402
 
 CONFIGS = {"tiny": (nn.UNetConfig.tiny, 8), "ddpm-cifar10-32": (nn.UNetConfig.ddpm_cifar10_32, 32)}
+RESULTS = pathlib.Path(__file__).parent / "results" / "cpu" / "unet.json"
 ROUTE = {"conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"}
+
+
+rows: list[dict] = []  # what has been measured, for --json
 
 
 def line(name: str, run, pictures: int, repeat: int) -> None:
@@ -36,6 +43,7 @@ def line(name: str, run, pictures: int, repeat: int) -> None:
         wall.append(time.perf_counter() - w)
         cpu.append(time.process_time() - c)
     low, middle, high = (1e3 * np.percentile(wall, p) for p in (20, 50, 80))
+    rows.append({"case": name, "ms": middle, "p20_ms": low, "p80_ms": high, "cpu_ms": 1e3 * np.median(cpu)})
     print(
         f"{name:28s} {middle:9.2f} ms  (p20 {low:.2f}, p80 {high:.2f}; CPU {1e3 * np.median(cpu):.2f})"
         f"  {1e3 * pictures / middle:9.0f} pictures/s"
@@ -95,6 +103,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="where the time of a training step goes")
     parser.add_argument("--peers", action="store_true", help="diffusers on PyTorch beside it")
+    parser.add_argument("--json", action="store_true", help=f"write {RESULTS}")
     args = parser.parse_args()
     make, size = CONFIGS[args.config]
     config, rng = make(), np.random.default_rng(0)
@@ -104,6 +113,10 @@ def main() -> None:
     ours(config, x, t, args)
     if args.peers:
         peers(config, x, t, args)
+    if args.json:
+        report = {"config": args.config, "batch": args.batch, "threads": num_threads(), "rows": rows}
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
