@@ -58,8 +58,8 @@ def test_dual_product_is_the_unfused_one(rng, shape, format):
     y = fb.matmul(x, w, bias=bias)
     assert y.shape == (m, n) and sqnr(y, unfused) > 40
     same_rounding = ref.dual_matmul(x, *parts(w), fmt=format, accumulate=np.float64, bias=bias)
-    # An element of x @ down beside a BF16 tie may round to the other side in FP32, and moves its row: up to 4e-9
-    # each was seen. Were x @ down not rounded at all, this would be over 1e-6.
+    # An element of x @ down beside a BF16 tie may round to the other side in FP32, and moves its row: up to
+    # 4e-9 each was seen. Were x @ down not rounded at all, this would be over 1e-6.
     assert calc_diff(y, same_rounding) < 5e-8
     assert sqnr(fb.matmul(x, w, bias=bias, dtype="bfloat16"), unfused) > 40
 
