@@ -1,4 +1,4 @@
-"""Alignment: rewards, judges and guards; rollouts that explore cheaply and regenerate in full; Diffusion-DPO."""
+"""Rewards, judges and guards; rollouts that explore cheaply and regenerate in full; Diffusion-DPO."""
 
 from .dpo import DPOResult, dpo_backward, dpo_loss
 from .fidelity import rank_fidelity, spearman
