@@ -1,4 +1,4 @@
-"""Rewards, judges and guards; rollouts that explore cheaply and regenerate in full; Diffusion-DPO."""
+"""Alignment: rewards, judges, guards; rollouts that explore cheaply and regenerate in full; Diffusion-DPO."""
 
 from .dpo import DPOResult, dpo_backward, dpo_loss
 from .fidelity import rank_fidelity, spearman
