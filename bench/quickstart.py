@@ -21,12 +21,14 @@ from pathlib import Path
 
 import numpy as np
 
-from fp4bf16._version import __version__
-from fp4bf16.backends.threads import num_threads
-from fp4bf16.train import checkpoint
-from fp4bf16.train.config import from_dict
-from fp4bf16.train.data import load_pairs
-from fp4bf16.train.finish import paired_gain
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fp4bf16._version import __version__  # noqa: E402
+from fp4bf16.backends.threads import num_threads  # noqa: E402
+from fp4bf16.train import checkpoint  # noqa: E402
+from fp4bf16.train.config import from_dict  # noqa: E402
+from fp4bf16.train.data import load_pairs  # noqa: E402
+from fp4bf16.train.finish import paired_gain  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "cpu" / "quickstart.json"
@@ -149,7 +151,7 @@ def main() -> int:
         "machine": platform.processor() or platform.machine(),
         "threads": num_threads(),
         "load": os.getloadavg()[0],
-        "command": " ".join(["python bench/quickstart.py", *sys.argv[1:]]),
+        "command": " ".join(["python bench/quickstart.py --seeds", str(arguments.seeds), *arguments.more]),
         "goals": found,
         "seeds": seeds,
     }
