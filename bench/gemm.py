@@ -24,8 +24,10 @@ import tracemalloc
 
 import numpy as np
 
-import fp4bf16 as fb
-from fp4bf16.backends.threads import num_threads
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import fp4bf16 as fb  # noqa: E402
+from fp4bf16.backends.threads import num_threads  # noqa: E402
 
 SHAPES = [(1024, 1024, 1024), (64, 2048, 2048), (4096, 320, 320), (256, 128, 128), (32, 128, 128)]
 GOAL, GOAL_SHAPE = 1.5, (1024, 1024, 1024)
