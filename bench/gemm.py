@@ -31,7 +31,7 @@ from fp4bf16.backends.threads import num_threads  # noqa: E402
 
 SHAPES = [(1024, 1024, 1024), (64, 2048, 2048), (4096, 320, 320), (256, 128, 128), (32, 128, 128)]
 GOAL, GOAL_SHAPE = 1.5, (1024, 1024, 1024)
-SPIN_SECONDS = 0.05  # OpenBLAS's threads spin for 2^26 cycles after a product
+SPIN_SECONDS = 0.2  # OpenBLAS's idle threads spin for 2^26 turns, each of them a yield
 RESULTS = pathlib.Path(__file__).parent / "results" / "cpu" / "gemm.json"
 
 
@@ -61,17 +61,20 @@ def calls(shape, rng):
     }
 
 
-def interleaved(functions: dict, rounds: int, pause: float) -> dict[str, list[float]]:
-    """Seconds of each call in `rounds` rounds; in each round every function runs once, after a pause."""
-    for function in functions.values():
-        function()
+def interleaved(functions: dict, rounds: int, pause: float, run: int = 5) -> dict[str, list[float]]:
+    """Seconds of each call. In each round every function runs `run` times back to back, after a pause in
+    which the threads of the one before it go to sleep and a call that wakes its own: else a call would be
+    charged for the spinning of another's threads or for the waking of its cores.
+    """
     seconds = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
             time.sleep(pause)
-            start = time.perf_counter()
             function()
-            seconds[name].append(time.perf_counter() - start)
+            for _ in range(run):
+                start = time.perf_counter()
+                function()
+                seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
@@ -93,7 +96,7 @@ def measure(shape, rng, quick: bool) -> list[dict]:
     if flops < 2e7:  # back to back: this is how a small network calls them
         seconds = {name: [small_call(f, 50 if quick else 200)] for name, f in functions.items()}
     else:
-        seconds = interleaved(functions, 7 if quick else 25, SPIN_SECONDS)
+        seconds = interleaved(functions, 3 if quick else 8, SPIN_SECONDS)
     base = statistics.median(seconds["np.matmul"])
     rows = []
     for name, values in seconds.items():
