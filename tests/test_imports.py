@@ -55,7 +55,7 @@ def _imported(path: pathlib.Path) -> set[tuple[str, int]]:
 @pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_run_one_way(path):
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if own == "__init__":
+    if own in ("__init__", "_ffi"):  # _ffi is generated when the CUDA library is built
         return
     assert own in LEVEL, f"{own} stands on no floor: add it to FLOORS where it belongs"
     for name, line in _imported(path):
