@@ -98,7 +98,7 @@ def test_bindings_come_from_the_header(tmp_path):
     namespace: dict = {}
     exec(compile(module.read_text(), module, "exec"), namespace)  # noqa: S102 (our own generated file)
     assert namespace["VERSION"] == __version__
-    assert namespace["SOURCE_DIGEST"] == cuda.source_digest()
+    assert namespace["SOURCE_DIGEST"] == cuda.source_digest(ROOT / "fp4bf16")
     names = re.findall(r"\b(fp4bf16_\w+)\(", HEADER.read_text().split("cffi: begin")[1])
     assert len(names) >= 11
     for name in names:
@@ -107,7 +107,7 @@ def test_bindings_come_from_the_header(tmp_path):
 
 def test_loads_and_names_its_version(library):
     assert (library.version, library.abi_version) == (__version__, cuda.ABI_VERSION)
-    assert library.source_digest == cuda.source_digest()
+    assert library.source_digest == cuda.source_digest(ROOT / "fp4bf16")
     driver, runtime = library.cuda_versions()
     assert runtime >= 12080
     assert driver >= 0

@@ -108,7 +108,8 @@ def test_a_library_without_bindings_or_that_is_no_library(folders):
         (None, cuda.ABI_VERSION, "0123456789ab", r"sources 0123456789ab, but those of .* are {d}; reinstall"),
     ],
 )
-def test_a_library_of_another_build_names_both_values(version, abi, digest, sentence):
+def test_a_library_of_another_build_names_both_values(monkeypatch, version, abi, digest, sentence):
+    monkeypatch.setattr(cuda, "PACKAGE", ROOT / "fp4bf16")  # also where the installed package is tested
     library = cuda.Library.__new__(cuda.Library)
     library.path, library.version, library.abi_version = Path("lib.so"), version or fp4bf16.__version__, abi
     library.source_digest = digest or cuda.source_digest()

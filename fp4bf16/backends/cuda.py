@@ -71,9 +71,11 @@ def find_library() -> Path | None:
     return None
 
 
-def source_digest() -> str | None:
-    """Digest of this checkout's CUDA sources, as bindings/build_ffi.py makes it; None outside a checkout."""
-    folder = PACKAGE.parent / "src" / "cuda"
+def source_digest(package: Path | None = None) -> str | None:
+    """Digest of the CUDA sources beside `package` (this one), as bindings/build_ffi.py makes it; None outside
+    a checkout.
+    """
+    folder = (package or PACKAGE).parent / "src" / "cuda"
     if not (folder / "fp4bf16.h").is_file():
         return None
     digest = hashlib.sha256()
