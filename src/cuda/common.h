@@ -20,6 +20,20 @@ fp4bf16_status check_pointer(const char* function, const char* name, const void*
 fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype);
 fp4bf16_status check_group(const char* function, const char* name, int64_t rows_per_group);
 
+// Compute capability of the current device.
+fp4bf16_status compute_capability(const char* function, int* major, int* minor);
+
+// gemm.cu: every argument of `in` checked; `out` is the same without a 0 that reads as 1.
+fp4bf16_status check_gemm(const char* function, const fp4bf16_gemm_args& in, fp4bf16_gemm_args* out);
+// sm90_gemm.cu, for checked arguments.
+fp4bf16_status sm90_gemm(const fp4bf16_gemm_args& args, cudaStream_t stream);
+const char* sm90_gemm_config(const fp4bf16_gemm_args& args, int32_t config);
+
+// sm90_quantize_branch.cu: the quantiser that also makes the low-rank branch's T = X D.
+bool branch_takes(const fp4bf16_quantize_args& args);
+int64_t branch_workspace(const fp4bf16_quantize_args& args);
+fp4bf16_status quantize_branch(const fp4bf16_quantize_args& args, cudaStream_t stream);
+
 inline int64_t size_of(fp4bf16_dtype dtype) { return dtype == FP4BF16_FLOAT32 ? 4 : 2; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
