@@ -141,20 +141,6 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    dequantize_kernel(const uint8_t* packed, const uint8_t* block_scale, const float* outer_scale,
-                      int64_t rows, int64_t k, int64_t rows_per_outer, T* x, int64_t stride) {
-    const int64_t blocks = (k + kBlock - 1) / kBlock;
-    const int64_t step = int64_t{gridDim.x} * kThreads;
-    for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * k; i += step) {
-        const int64_t row = i / k, column = i % k, block = row * blocks + column / kBlock;
-        const uint32_t byte = packed[block * (kBlock / 2) + column % kBlock / 2];
-        const float value = e2m1_decode(column & 1 ? byte >> 4 : byte & 15) * e4m3_decode(block_scale[block]);
-        store(x + row * stride + column, value * outer_scale[row / rows_per_outer]);
-    }
-}
-
 // The bits of non-negative floats sort as integers, so the maximum is one of integers and depends on no
 // order. NaN and Inf are left out: they spoil their own block, not the scale of the others.
 template <typename T>
@@ -232,26 +218,4 @@ extern "C" fp4bf16_status fp4bf16_quantize(const void* x, fp4bf16_dtype dtype, i
                                                   format, fast, amax, rows_per_amax, packed, block_scale,
                                                   outer_scale);
     return cuda_result(cudaGetLastError(), "quantize");
-}
-
-extern "C" fp4bf16_status fp4bf16_dequantize(const uint8_t* packed, const uint8_t* block_scale,
-                                             const float* outer_scale, int64_t rows, int64_t k,
-                                             int64_t rows_per_outer, void* x, fp4bf16_dtype dtype,
-                                             int64_t x_stride, void* stream) {
-    FP4BF16_TRY(check_dtype("dequantize", dtype));
-    FP4BF16_TRY(check_matrix("dequantize", "x", x, rows, k, x_stride, size_of(dtype)));
-    FP4BF16_TRY(check_group("dequantize", "rows_per_outer", rows_per_outer));
-    if (rows == 0 || k == 0) return FP4BF16_OK;
-    FP4BF16_TRY(check_pointer("dequantize", "packed", packed, 1));
-    FP4BF16_TRY(check_pointer("dequantize", "block_scale", block_scale, 1));
-    FP4BF16_TRY(check_pointer("dequantize", "outer_scale", outer_scale, alignof(float)));
-    const unsigned grid = grid_for(rows * k);
-    const auto s = static_cast<cudaStream_t>(stream);
-    if (dtype == FP4BF16_FLOAT32)
-        dequantize_kernel<<<grid, kThreads, 0, s>>>(packed, block_scale, outer_scale, rows, k, rows_per_outer,
-                                                    static_cast<float*>(x), x_stride);
-    else
-        dequantize_kernel<<<grid, kThreads, 0, s>>>(packed, block_scale, outer_scale, rows, k, rows_per_outer,
-                                                    static_cast<__nv_bfloat16*>(x), x_stride);
-    return cuda_result(cudaGetLastError(), "dequantize");
 }
