@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from . import stochastic
 from .formats import (
     E2M1,
     E4M3,
@@ -27,6 +28,7 @@ from .formats import (
     pack,
     unpack,
 )
+from .random import seed_words, words
 
 BLOCK = {"nvfp4_exact": 16, "nvfp4": 16, "mxfp4": 32, "fp8": 1}
 DEFAULT_OUTER = {"nvfp4_exact": "row", "nvfp4": "tensor", "mxfp4": None, "fp8": "row"}
@@ -75,11 +77,19 @@ def outer_exponent(amax: np.ndarray) -> np.ndarray:
     return np.where(amax == 0, 0, np.maximum(e, MIN_EXPONENT)).astype(np.int32)
 
 
-def quantize(x, fmt="nvfp4_exact", axis=-1, outer="default", scale_rule=None, search="full", nan="raise"):
+def quantize(
+    x, fmt="nvfp4_exact", axis=-1, outer="default", scale_rule=None, search="full", nan="raise",
+    rounding="nearest", seed=0,
+):  # fmt: skip
     """Quantise `x` (any shape of at least one axis, converted to float32) -> `Quantized`.
 
     `outer`: "row", "image", "head", "tensor", None, or exponents e of 2^e; `scale_rule` and `search` as in
     `fp4bf16.quantize`. Raises `ValueError` on NaN or Inf unless ``nan="propagate"``.
+
+    ``rounding="stochastic"`` rounds up or down by chance, without bias (see `stochastic`): the element with
+    index i in the C order of `x` takes word i of the draw `seed`, an int or (seed, stream word, call word).
+    nvfp4_exact then takes the least scale that does not clip (`search` is not used), nvfp4 rounds its block
+    scale up, mxfp4's rule is "rceil" (default) or "ceil".
 
     >>> q = quantize(np.float32([[1, 2, 3, 6] * 4]))
     >>> dequantize(q)[0, :4].tolist()
@@ -99,8 +109,15 @@ def quantize(x, fmt="nvfp4_exact", axis=-1, outer="default", scale_rule=None, se
     split = (*clean.shape[:-1], clean.shape[-1] // block, block)
     blocks = clean.reshape(split)  # (*lead, Kp/block, block)
     bad = np.pad(~finite, width).reshape(split).any(-1)  # (*lead, Kp/block)
+    random = None
+    if rounding == "stochastic":
+        scale_rule = stochastic.scale_rule_of(fmt, scale_rule)
+        drawn = np.moveaxis(words(*seed_words(seed), x.size).reshape(x.shape), axis, -1)
+        random = np.pad(drawn, width).reshape(split)
+    elif rounding != "nearest":
+        raise ValueError(f"quantize: rounding is {rounding!r}, but 'nearest' or 'stochastic' is needed")
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-        outer_scale, parts = _QUANTIZERS[fmt](blocks, axis % x.ndim, outer, scale_rule, search)
+        outer_scale, parts = _QUANTIZERS[fmt](blocks, axis % x.ndim, outer, scale_rule, search, random)
     packed, block_scale = _finish(fmt, *parts, bad, blocks)
     return Quantized(packed, block_scale, outer_scale, x.shape, stored.shape[-1], axis % x.ndim, fmt)
 
@@ -149,27 +166,37 @@ def _outer(blocks, axis, outer, default):
     return None, e.astype(np.int32)
 
 
+def _e2m1(scaled: np.ndarray, random: np.ndarray | None) -> np.ndarray:
+    return encode_e2m1(scaled) if random is None else stochastic.encode_e2m1(scaled, random)
+
+
 def _power(e: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), e).astype(np.float32)
 
 
 # ---- nvfp4_exact -------------------------------------------------------------------------------------------
-def _exact(blocks, axis, outer, scale_rule, search):
+def _exact(blocks, axis, outer, scale_rule, search, random):
     amax, e = _outer(blocks, axis, outer, "row")
     e = outer_exponent(amax) if e is None else e
     t = blocks * _power(-e)[..., None]
     a = np.abs(t).max(-1)  # (*lead, blocks)
     g = np.minimum(np.searchsorted(6 * SCALE, a, side="left"), 36)  # least s with 6 s >= a
+    chosen = _search(np.abs(t), _candidates(g, a, search)) if random is None else g
+    codes = _e2m1(t * INVERSE[chosen][..., None], random)
+    return _power(e), (codes, SCALE_BYTE[chosen])
+
+
+def _search(t, candidates):
+    """Index of the best candidate of each block."""
     best, chosen = None, None
-    for index in _candidates(g, a, search):
-        error = _squared_error(np.abs(t), index)
+    for index in candidates:
+        error = _squared_error(t, index)
         if best is None:
             best, chosen = error, index
         else:  # ascending and strict: ties keep the smaller scale
             chosen = np.where(error < best, index, chosen)
             best = np.minimum(error, best)
-    codes = encode_e2m1(t * INVERSE[chosen][..., None])
-    return _power(e), (codes, SCALE_BYTE[chosen])
+    return chosen
 
 
 def _candidates(g, a, search):
@@ -197,7 +224,7 @@ def _squared_error(t, index):
 
 
 # ---- nvfp4 -------------------------------------------------------------------------------------------------
-def _nvfp4(blocks, axis, outer, scale_rule, search):
+def _nvfp4(blocks, axis, outer, scale_rule, search, random):
     """Transformer Engine's NVFP4 (its order of float32 operations) and Four Over Six (arXiv 2512.02010) as it
     has it.
     """
@@ -215,8 +242,9 @@ def _nvfp4(blocks, axis, outer, scale_rule, search):
     decode = np.float32(1) / encode
     block_amax = np.abs(blocks).max(-1)
     if rule == "te":
-        scale = encode_e4m3(block_amax * (encode * (np.float32(1) / np.float32(6))))
-        return decode, (_nvfp4_codes(blocks, scale, decode), scale)
+        exact = block_amax * (encode * (np.float32(1) / np.float32(6)))
+        scale = encode_e4m3(exact) if random is None else stochastic.encode_e4m3_up(exact)
+        return decode, (_nvfp4_codes(blocks, scale, decode, random), scale)
     base = block_amax / np.float32(6) * encode
     tries = []
     for factor in (np.float32(1.5), np.float32(1)):  # the block's amax at 4, at 6
@@ -228,9 +256,9 @@ def _nvfp4(blocks, axis, outer, scale_rule, search):
     return decode, (np.where(four[..., None], codes4, codes6), np.where(four, scale4, scale6))
 
 
-def _nvfp4_codes(blocks, scale, decode):
+def _nvfp4_codes(blocks, scale, decode, random=None):
     m = np.minimum(np.float32(1) / (E4M3[scale] * decode), FLT_MAX)
-    return encode_e2m1(blocks * m[..., None])
+    return _e2m1(blocks * m[..., None], random)
 
 
 def _four_over_six_error(blocks, codes, scale, amax, bound, absolute):
@@ -251,7 +279,7 @@ def _four_over_six_error(blocks, codes, scale, amax, bound, absolute):
 MX_ROUND = {"floor": 0, "even": 0x200000, "rceil": 0x3FFFFF, "ceil": 0x7FFFFF}
 
 
-def _mxfp4(blocks, axis, outer, scale_rule, search):
+def _mxfp4(blocks, axis, outer, scale_rule, search, random):
     if outer not in (None, "default"):
         raise ValueError(f"quantize: outer={outer!r}, but mxfp4 has no outer scale; pass outer=None")
     rule = scale_rule or "even"
@@ -260,10 +288,10 @@ def _mxfp4(blocks, axis, outer, scale_rule, search):
     bits = np.abs(blocks).max(-1).view(np.uint32)
     byte = np.maximum(((bits + np.uint32(MX_ROUND[rule])) >> 23).astype(np.int32) - 2, 0).astype(np.uint8)
     inverse = _power(127 - byte.astype(np.int32))
-    return None, (encode_e2m1(blocks * inverse[..., None]), byte)
+    return None, (_e2m1(blocks * inverse[..., None], random), byte)
 
 
-def _fp8(blocks, axis, outer, scale_rule, search):
+def _fp8(blocks, axis, outer, scale_rule, search, random):
     """E4M3 elements under a float32 decode scale amax / 448, at least the smallest normal number."""
     amax, e = _outer(blocks, axis, outer, "row")
     if e is None:
@@ -271,7 +299,9 @@ def _fp8(blocks, axis, outer, scale_rule, search):
         decode = np.where(amax == 0, np.float32(1), decode)
     else:
         decode = _power(e)
-    return decode, (encode_e4m3(blocks * (np.float32(1) / decode)[..., None]), None)
+    scaled = blocks * (np.float32(1) / decode)[..., None]
+    codes = encode_e4m3(scaled) if random is None else stochastic.encode_e4m3(scaled, random)
+    return decode, (codes, None)
 
 
 _QUANTIZERS = {"nvfp4_exact": _exact, "nvfp4": _nvfp4, "mxfp4": _mxfp4, "fp8": _fp8}

@@ -50,6 +50,24 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.stack(np.broadcast_arrays(c0, c1, c2, c3), axis=-1).astype(np.uint32)
 
 
+def seed_words(seed) -> tuple[int, int, int]:
+    """(seed, stream, call) of ``seed`` or ``(seed, stream, call)``; `ValueError` unless seed < 2^64, others <
+    2^32.
+
+    >>> seed_words(7)
+    (7, 0, 0)
+    """
+    parts = tuple(seed) if isinstance(seed, tuple | list) else (seed, 0, 0)
+    whole = all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in parts)
+    limits = (2**64, 2**32, 2**32)
+    if len(parts) != 3 or not whole or not all(0 <= p < m for p, m in zip(parts, limits, strict=True)):
+        raise ValueError(
+            f"seed: {seed!r} is neither a whole number from 0 to 2^64 - 1 nor (seed, stream, call) with "
+            f"stream and call from 0 to 2^32 - 1; pass e.g. seed=0 or seed=(0, 1, 2)"
+        )
+    return tuple(map(int, parts))
+
+
 def words(seed: int, stream: int, call: int, count: int) -> np.ndarray:
     """Elements 0..count-1 of a draw as raw uint32 words; `seed` < 2^64, `stream` and `call` < 2^32."""
     block = np.arange((count + 3) // 4, dtype=np.uint64)
