@@ -1,4 +1,5 @@
 // Versions, errors, devices. No kernel here, and nothing here creates a CUDA context.
+#include <atomic>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -76,16 +77,37 @@ fp4bf16_status check_matrix(const char* function, const char* name, const void* 
 }
 
 fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype) {
-    if (dtype == FP4BF16_FLOAT32 || dtype == FP4BF16_BFLOAT16) return FP4BF16_OK;
+    if (dtype == FP4BF16_FLOAT32 || dtype == FP4BF16_BFLOAT16 || dtype == FP4BF16_FLOAT16) return FP4BF16_OK;
     return fail(FP4BF16_INVALID_ARGUMENT,
-                "%s: dtype is %d, but FP4BF16_FLOAT32 (0) or FP4BF16_BFLOAT16 (1) is needed", function,
-                static_cast<int>(dtype));
+                "%s: dtype is %d, but FP4BF16_FLOAT32 (0), FP4BF16_BFLOAT16 (1) or FP4BF16_FLOAT16 (2) is "
+                "needed",
+                function, static_cast<int>(dtype));
 }
 
 fp4bf16_status check_group(const char* function, const char* name, int64_t rows_per_group) {
     if (rows_per_group >= 1) return FP4BF16_OK;
     return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but must be at least 1", function, name,
                 static_cast<long long>(rows_per_group));
+}
+
+// The two attributes are asked once a device: a launch then costs one cudaGetDevice, which makes no context.
+fp4bf16_status compute_capability(const char* function, int* major, int* minor) {
+    constexpr int kKnown = 64;  // devices with a place in the table; others are asked each time
+    static std::atomic<int> known[kKnown];  // 1000 * major + minor, 0 = not asked yet
+    int device = 0;
+    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), function));
+    int both = device < kKnown ? known[device].load(std::memory_order_relaxed) : 0;
+    if (both == 0) {
+        FP4BF16_TRY(cuda_result(
+            cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device), function));
+        FP4BF16_TRY(cuda_result(
+            cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, device), function));
+        both = 1000 * *major + *minor;
+        if (device < kKnown) known[device].store(both, std::memory_order_relaxed);
+    }
+    *major = both / 1000;
+    *minor = both % 1000;
+    return FP4BF16_OK;
 }
 
 }  // namespace fp4bf16
