@@ -16,7 +16,7 @@ PACKAGE = ROOT / "fp4bf16"
 FLOORS = [
     {"errors", "_version"},
     {"formats", "interop", "tracks"},
-    {"backends", "tune"},
+    {"adapters", "backends", "device", "tune"},
     {"dispatch"},
     {"quantize", "certify", "compare", "io", "foreign"},
     {"dual", "operands", "epilogue", "gemm", "gemm_vjp", "conv", "attention"},
