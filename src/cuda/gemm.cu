@@ -32,8 +32,10 @@ fp4bf16_status check_operand(const char* op, const char* name, const void* point
     FP4BF16_TRY(check_matrix(op, name, pointer, rows, k, *stride, alignment));
     if (rows <= 1) *stride = ceil_div(k, 16) * 16;
     if (*stride <= kMostStride) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT, "%s: the row stride of %s is %lld elements, but at most 2^40 are "
-                "taken", op, name, ll(*stride));
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "%s: the row stride of %s is %lld elements, but at most 2^40 are "
+                "taken",
+                op, name, ll(*stride));
 }
 
 fp4bf16_status check_shape(const char* op, const fp4bf16_gemm_args& a) {
@@ -54,17 +56,24 @@ fp4bf16_status check_shape(const char* op, const fp4bf16_gemm_args& a) {
 }
 
 fp4bf16_status check_batch(const char* op, fp4bf16_gemm_args* a) {
-    const struct { const char* name; int64_t* value; } counts[] = {
+    const struct {
+        const char* name;
+        int64_t* value;
+    } counts[] = {
         {"batch_count", &a->batch_count}, {"a_batch_div", &a->a_batch_div}, {"a_batch_mod", &a->a_batch_mod},
         {"b_batch_div", &a->b_batch_div}, {"b_batch_mod", &a->b_batch_mod},
-    };  // clang-format keeps one a line or a few
+    };
     for (const auto& count : counts) {
         FP4BF16_TRY(check_range(op, count.name, *count.value, 0, kMostRows));
         if (*count.value == 0) *count.value = 1;
     }
     const bool many_a = a->batch_count > 1 && a->a_batch_mod > 1;
     const bool many_b = a->batch_count > 1 && a->b_batch_mod > 1, many = a->batch_count > 1;
-    const struct { const char* name; int64_t* value; bool used; } strides[] = {
+    const struct {
+        const char* name;
+        int64_t* value;
+        bool used;
+    } strides[] = {
         {"a8_batch_stride", &a->a8_batch_stride, many_a},
         {"a16_batch_stride", &a->a16_batch_stride, many_a},
         {"row_scale_batch_stride", &a->row_scale_batch_stride, many_a},
@@ -89,9 +98,10 @@ fp4bf16_status check_overlap(const char* op, const fp4bf16_gemm_args& a) {
     const bool interleaved =
         a.d_batch_stride >= a.n && (a.batch_count - 1) * a.d_batch_stride + a.n <= a.d_stride;
     if (a.d_batch_stride >= matrix || interleaved) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT,
-                "%s: the %lld matrices of d overlap: d_batch_stride is %lld elements, but one matrix spans %lld",
-                op, ll(a.batch_count), ll(a.d_batch_stride), ll(matrix));
+    return fail(
+        FP4BF16_INVALID_ARGUMENT,
+        "%s: the %lld matrices of d overlap: d_batch_stride is %lld elements, but one matrix spans %lld", op,
+        ll(a.batch_count), ll(a.d_batch_stride), ll(matrix));
 }
 
 }  // namespace
@@ -158,6 +168,7 @@ __device__ void multiply(const Operand<T>& a, const Operand<T>& b, int64_t k_siz
         __syncthreads();
         const int valid = static_cast<int>(min(int64_t{kTileK}, k_size - k0));
         for (int k = 0; k < valid; ++k)
+#pragma unroll
             for (int i = 0; i < kSide; ++i)
                 for (int j = 0; j < kSide; ++j)
                     sum[i][j] = __fmaf_rn(tile_a[k][ty + 16 * i], tile_b[k][tx + 16 * j], sum[i][j]);
@@ -167,25 +178,36 @@ __device__ void multiply(const Operand<T>& a, const Operand<T>& b, int64_t k_siz
 
 __device__ float read(const void* p, int64_t i, fp4bf16_dtype dtype) {
     switch (dtype) {
-        case FP4BF16_BFLOAT16: return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-        case FP4BF16_FLOAT16: return __half2float(static_cast<const __half*>(p)[i]);
-        default: return static_cast<const float*>(p)[i];
+        case FP4BF16_BFLOAT16:
+            return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
+        case FP4BF16_FLOAT16:
+            return __half2float(static_cast<const __half*>(p)[i]);
+        default:
+            return static_cast<const float*>(p)[i];
     }
 }
 
 __device__ void write(void* p, int64_t i, fp4bf16_dtype dtype, float v) {
     switch (dtype) {
-        case FP4BF16_BFLOAT16: static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v); break;
-        case FP4BF16_FLOAT16: static_cast<__half*>(p)[i] = __float2half_rn(v); break;
-        default: static_cast<float*>(p)[i] = v;
+        case FP4BF16_BFLOAT16:
+            static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
+            break;
+        case FP4BF16_FLOAT16:
+            static_cast<__half*>(p)[i] = __float2half_rn(v);
+            break;
+        default:
+            static_cast<float*>(p)[i] = v;
     }
 }
 
 __device__ float activate(float v, fp4bf16_activation activation) {
     switch (activation) {
-        case FP4BF16_SILU: return v / (1.0f + expf(-v));
-        case FP4BF16_GELU: return 0.5f * v * erfcf(v * -0.707106781186547524f);  // erfc: no loss where v << 0
-        default: return v;
+        case FP4BF16_SILU:
+            return v / (1.0f + expf(-v));
+        case FP4BF16_GELU:
+            return 0.5f * v * erfcf(v * -0.707106781186547524f);  // erfc: no loss where v << 0
+        default:
+            return v;
     }
 }
 
@@ -199,21 +221,23 @@ __global__ void __launch_bounds__(kThreads) gemm_simple_kernel(const fp4bf16_gem
         const int64_t row0 = tile / tiles_n % tiles_m * kTile, col0 = tile % tiles_n * kTile;
         const Operand<uint8_t> a8{p.a8 + za * p.a8_batch_stride, p.m, p.a8_stride, 1};
         const Operand<uint8_t> b8{p.b8 + zb * p.b8_batch_stride, p.n, p.b8_stride, 1};
-        const Operand<__nv_bfloat16> a16{
-            static_cast<const __nv_bfloat16*>(p.a16) + za * p.a16_batch_stride, p.m,
-            p.a16_m_major ? 1 : p.a16_stride, p.a16_m_major ? p.a16_stride : 1};
-        const Operand<__nv_bfloat16> b16{
-            static_cast<const __nv_bfloat16*>(p.b16) + zb * p.b16_batch_stride, p.n,
-            p.b16_n_major ? 1 : p.b16_stride, p.b16_n_major ? p.b16_stride : 1};
+        const Operand<__nv_bfloat16> a16{static_cast<const __nv_bfloat16*>(p.a16) + za * p.a16_batch_stride,
+                                         p.m, p.a16_m_major ? 1 : p.a16_stride,
+                                         p.a16_m_major ? p.a16_stride : 1};
+        const Operand<__nv_bfloat16> b16{static_cast<const __nv_bfloat16*>(p.b16) + zb * p.b16_batch_stride,
+                                         p.n, p.b16_n_major ? 1 : p.b16_stride,
+                                         p.b16_n_major ? p.b16_stride : 1};
         float sum8[kSide][kSide] = {}, sum16[kSide][kSide] = {};
         multiply(a8, b8, p.k8, row0, col0, sum8);
         multiply(a16, b16, p.k16, row0, col0, sum16);
+#pragma unroll
         for (int i = 0; i < kSide; ++i)
+#pragma unroll
             for (int j = 0; j < kSide; ++j) {
                 const int64_t row = row0 + threadIdx.x / 16 + 16 * i, col = col0 + threadIdx.x % 16 + 16 * j;
                 if (row >= p.m || col >= p.n) continue;
-                float scale = p.row_scale
-                                  ? p.row_scale[za * p.row_scale_batch_stride + row * p.row_scale_step] : 1.0f;
+                float scale =
+                    p.row_scale ? p.row_scale[za * p.row_scale_batch_stride + row * p.row_scale_step] : 1.0f;
                 if (p.col_scale) scale *= p.col_scale[zb * p.col_scale_batch_stride + col * p.col_scale_step];
                 float v = p.k8 > 0 ? scale * sum8[i][j] + sum16[i][j] : scale * sum16[i][j];
                 v *= p.alpha;
@@ -240,10 +264,11 @@ fp4bf16_status check_tma(const char* op, const char* name, const void* pointer, 
     FP4BF16_TRY(check_pointer(op, name, pointer, 16));
     if (stride * size % 16 == 0 && batch_stride * size % 16 == 0) return FP4BF16_OK;
     const bool row = stride * size % 16 != 0;
-    return fail(FP4BF16_INVALID_ARGUMENT,
-                "%s: the %s stride of %s is %lld bytes, but on sm_90 it must be a multiple of 16; copy it with "
-                "fp4bf16_convert or a padded array",
-                op, row ? "row" : "batch", name, ll((row ? stride : batch_stride) * size));
+    return fail(
+        FP4BF16_INVALID_ARGUMENT,
+        "%s: the %s stride of %s is %lld bytes, but on sm_90 it must be a multiple of 16; copy it with "
+        "fp4bf16_convert or a padded array",
+        op, row ? "row" : "batch", name, ll((row ? stride : batch_stride) * size));
 }
 
 fp4bf16_status gemm_on_sm90(const char* op, const fp4bf16_gemm_args& a, cudaStream_t stream) {
@@ -275,10 +300,11 @@ extern "C" fp4bf16_status fp4bf16_gemm(const fp4bf16_gemm_args* args, void* stre
     int major = 0, minor = 0;
     FP4BF16_TRY(compute_capability("gemm", &major, &minor));
     if (major < 8)
-        return fail(FP4BF16_UNSUPPORTED_ARCH,
-                    "gemm: this GPU has compute capability %d.%d, but 8.0 or later is needed; host arrays run "
-                    "on the CPU",
-                    major, minor);
+        return fail(
+            FP4BF16_UNSUPPORTED_ARCH,
+            "gemm: this GPU has compute capability %d.%d, but 8.0 or later is needed; host arrays run "
+            "on the CPU",
+            major, minor);
     const auto s = static_cast<cudaStream_t>(stream);
     if (major != 9 || (checked.k8 == 0 && checked.k16 == 0)) return launch_simple("gemm", checked, s);
     return gemm_on_sm90("gemm", checked, s);
