@@ -14,14 +14,19 @@ import numpy as np
 from ..errors import DTypeError, NonFiniteError, ShapeError, nearest
 from ..formats import Format, get_format
 from ..interop import BFLOAT16
+from ..python_ref import stochastic as stochastic_rule
 from ..python_ref.quantize import MX_ROUND, SCALE_RULES, outer_exponent
+from ..python_ref.random import seed_words
 from . import cpu_quantize_kernels as kernels
+from . import cpu_stochastic as stochastic
 from .cpu_formats import E4M3, E8M0, FLT_MAX, FLT_TINY
 from .cpu_quantize_kernels import CODES, NONFINITE, STATS, VALUES
 from .threads import parallel_chunks
 
 # Elements worth waking a thread for (50 to 100 us): a search costs about 3 ns an element, the rest under 1.
 _LEAST_SEARCH, _LEAST = 1 << 16, 1 << 18
+ROUNDINGS = ("nearest", "stochastic")
+_SEARCHING = ("nvfp4_exact", "nvfp4")  # formats that try several scales a block, but for rule "te"
 _HALF_E4M3 = E4M3 * np.float32(0.5)
 _HALF_E8M0 = E8M0 * np.float32(0.5)
 _EMPTY = {t: np.empty(0, t) for t in (np.uint8, np.uint16, np.float32, np.float64)}
@@ -158,13 +163,15 @@ def _scales(fmt: Format, rule, outer, amax, rows: int):
     return tuple(_per_row(a, rows) for a in (amax, encode, decode)) + (False,)
 
 
-def _launch(fmt, rule, search, flat, k, scales, mode, packed, scale, values, sums):
+def _launch(fmt, rule, search, draw, flat, k, scales, mode, packed, scale, values, sums):
     """fn(start, stop) that runs the format's kernel on a chunk, and the list that gathers the chunks' counts.
     """
     amax, encode, decode, find = scales
     counts: list[np.ndarray] = []
     packed, scale, values, sums = (a.reshape(-1) for a in (packed, scale, values, sums))
-    if fmt.name == "nvfp4_exact":
+    if draw is not None:
+        chunk = stochastic.chunk_of(fmt.name, rule, draw, flat, k, scales, mode, packed, scale, values, sums)
+    elif fmt.name == "nvfp4_exact":
         full = search == "full"
 
         def chunk(i, j, total):
@@ -209,9 +216,29 @@ def _launch(fmt, rule, search, flat, k, scales, mode, packed, scale, values, sum
     return run, counts
 
 
-def _run(x, fmt, outer, amax, scale_rule, search, nan, mode, packed=None, scale=None, values=None):
-    """Quantise rows in the given mode -> (decode scales or None, sums, counts)."""
-    rule = check_rule(fmt, scale_rule)
+def _draw(rounding: str, seed, after: int, rows: int) -> tuple[int, int, int, int] | None:
+    """(seed, stream, call, after) of stochastic rounding; None for nearest."""
+    if rounding == "nearest":
+        return None
+    if rounding != "stochastic":
+        raise ValueError(
+            f"rounding: {rounding!r} is unknown{nearest(rounding, ROUNDINGS)}; pass 'nearest' or 'stochastic'"
+        )
+    if after < 1 or rows % after:
+        raise ShapeError(
+            f"quantize_rows: after is {after}, but a divisor of the {rows} rows is needed; pass the product "
+            f"of the axes of x that follow the blocked one"
+        )
+    return *seed_words(seed), after
+
+
+def _run(x, fmt, outer, amax, scale_rule, search, nan, random, mode, packed=None, scale=None, values=None):
+    """Quantise rows in the given mode -> (decode scales or None, sums, counts); `random` is (rounding, seed,
+    after).
+    """
+    draw, rule = _draw(*random, x.shape[0]), check_rule(fmt, scale_rule)
+    if draw is not None:
+        rule = stochastic_rule.scale_rule_of(fmt.name, scale_rule)
     if search not in ("full", "fast"):
         raise ValueError(f"search: {search!r} is not a search{nearest(search, ('full', 'fast'))}")
     if nan not in ("raise", "propagate"):
@@ -223,9 +250,9 @@ def _run(x, fmt, outer, amax, scale_rule, search, nan, mode, packed=None, scale=
     sums = np.empty((rows, 3), np.float64) if mode & STATS else _EMPTY[np.float64]
     packed, scale = (_EMPTY[np.uint8] if a is None else a for a in (packed, scale))
     values = _EMPTY[x.dtype.type] if values is None else values
-    run, counts = _launch(fmt, rule, search, _flat(x), k, scales, mode, packed, scale, values, sums)
-    searches = fmt.name == "nvfp4_exact" or rule not in (None, "te")
-    parallel_chunks(rows, run, _least_rows(k, _LEAST_SEARCH if searches and fmt.block == 16 else _LEAST))
+    run, counts = _launch(fmt, rule, search, draw, _flat(x), k, scales, mode, packed, scale, values, sums)
+    slow = draw is not None or (fmt.name in _SEARCHING and rule != "te")
+    parallel_chunks(rows, run, _least_rows(k, _LEAST_SEARCH if slow else _LEAST))
     total = counts[0] if len(counts) == 1 else sum(counts, np.zeros(5, np.int64))
     if total[NONFINITE] and nan == "raise":
         raise NonFiniteError(_where(x))
@@ -244,8 +271,9 @@ def _where(x: np.ndarray) -> str:
 
 
 def quantize_rows(
-    x, fmt="nvfp4_exact", outer_rows=None, scale_rule=None, search="fast", nan="raise", *, amax=None, out=None
-) -> QuantizedRows:
+    x, fmt="nvfp4_exact", outer_rows=None, scale_rule=None, search="fast", nan="raise", *, amax=None,
+    out=None, rounding="nearest", seed=0, after=1,
+) -> QuantizedRows:  # fmt: skip
     """Quantise the rows of `x` (R, K), bit-equal to `python_ref.quantize.quantize`.
 
     Args:
@@ -255,6 +283,9 @@ def quantize_rows(
         amax: largest magnitudes, float32 (R,), of the group that shares each row's outer scale; None: of the
             row.
         out: (packed, block_scale) to write to, C-contiguous uint8.
+        rounding: "nearest", or "stochastic" by the words of `seed`, an int or (seed, stream, call).
+        after: product of the logical axes that follow the blocked one: element (row, k) takes the word of
+            index (row // after) * K * after + k * after + row % after.
     """
     fmt, x = get_format(fmt), as_rows(x)
     rows, k = x.shape
@@ -264,15 +295,17 @@ def quantize_rows(
         blocks = -(-k // fmt.block) if fmt.block else 0
         packed = np.empty((rows, blocks * fmt.block // 2 if fmt.block else k), np.uint8)
         scale = np.empty((rows, blocks), np.uint8) if fmt.block else None
+    random, mode = (rounding, seed, after), CODES | STATS
     outer, sums, counts = _run(
-        x, fmt, outer_rows, amax, scale_rule, search, nan, CODES | STATS, packed=packed, scale=scale
+        x, fmt, outer_rows, amax, scale_rule, search, nan, random, mode, packed=packed, scale=scale
     )
     return QuantizedRows(packed, scale, outer, sums, counts)
 
 
 def fake_quantize_rows(
-    x, fmt="nvfp4_exact", outer_rows=None, search="fast", out=None, *, scale_rule=None, nan="raise", amax=None
-) -> np.ndarray:
+    x, fmt="nvfp4_exact", outer_rows=None, search="fast", out=None, *, scale_rule=None, nan="raise",
+    amax=None, rounding="nearest", seed=0, after=1,
+) -> np.ndarray:  # fmt: skip
     """``dequantize_rows(quantize_rows(x))`` in one pass, bit for bit, without codes: float32 or bfloat16 (R,
     K).
 
@@ -283,7 +316,8 @@ def fake_quantize_rows(
     if out is None:
         out = np.empty(x.shape, BFLOAT16 if x.dtype == np.uint16 else np.float32)
     target = _writable(out, x.shape, "fake_quantize_rows")
-    _run(x, fmt, outer_rows, amax, scale_rule, search, nan, VALUES, values=target)
+    random = rounding, seed, after
+    _run(x, fmt, outer_rows, amax, scale_rule, search, nan, random, VALUES, values=target)
     return out
 
 

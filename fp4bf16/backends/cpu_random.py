@@ -22,24 +22,29 @@ S0, S1, S2, S3, S4, S5, S6, S7 = SIN_TERMS
 C0, C1, C2, C3, C4, C5, C6, C7, C8 = COS_TERMS
 
 
+@njit(nogil=True, cache=True, forceinline=True)
+def philox(block, seed, stream, call):
+    """The four words of counter (block, stream, call), uint64 in and out."""
+    c0, c1 = block & _LOW, block >> _32
+    c2, c3 = np.uint64(stream), np.uint64(call)
+    k0, k1 = seed & _LOW, seed >> _32
+    for _ in range(10):
+        p0 = (c0 & _LOW) * _M0
+        p1 = (c2 & _LOW) * _M1
+        c0 = (p1 >> _32) ^ c1 ^ k0
+        c2 = (p0 >> _32) ^ c3 ^ k1
+        c1 = p1 & _LOW
+        c3 = p0 & _LOW
+        k0 = (k0 + _W0) & _LOW
+        k1 = (k1 + _W1) & _LOW
+    return c0, c1, c2, c3
+
+
 @njit(nogil=True, cache=True)
 def _philox(seed, stream, call, first, w):
     """w (4, n) uint64 <- the words of counters first..first+n-1."""
     for i in range(w.shape[1]):
-        block = np.uint64(first + i)
-        c0, c1 = block & _LOW, block >> _32
-        c2, c3 = np.uint64(stream), np.uint64(call)
-        k0, k1 = seed & _LOW, seed >> _32
-        for _ in range(10):
-            p0 = (c0 & _LOW) * _M0
-            p1 = (c2 & _LOW) * _M1
-            c0 = (p1 >> _32) ^ c1 ^ k0
-            c2 = (p0 >> _32) ^ c3 ^ k1
-            c1 = p1 & _LOW
-            c3 = p0 & _LOW
-            k0 = (k0 + _W0) & _LOW
-            k1 = (k1 + _W1) & _LOW
-        w[0, i], w[1, i], w[2, i], w[3, i] = c0, c1, c2, c3
+        w[0, i], w[1, i], w[2, i], w[3, i] = philox(np.uint64(first + i), seed, stream, call)
 
 
 @njit(nogil=True, cache=True)
