@@ -11,76 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4bf16 import CudaError, LibraryError, __version__
+from fp4bf16 import CudaError, __version__
 from fp4bf16.backends import cuda
 from fp4bf16.python_ref.formats import decode_e2m1, encode_e2m1, pack, unpack
-from fp4bf16.python_ref.quantize import dequantize, quantize
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = ROOT / "src" / "cuda" / "fp4bf16.h"
-FORMATS, SEARCHES = {"nvfp4_exact": 0, "nvfp4": 1}, {"full": 0, "fast": 1}
 DTYPES = {"float32": (0, np.dtype(np.float32)), "bfloat16": (1, np.dtype(ml_dtypes.bfloat16))}
-POISON = 0xA5
-
-
-@pytest.fixture(scope="module")
-def library():
-    """The library that the checkout or the installation holds."""
-    if cuda.find_library() is None:
-        with pytest.raises(LibraryError, match="nvcc"):
-            cuda.load()
-        pytest.skip("no nvcc: the CUDA library was not built")
-    return cuda.load()
-
-
-@pytest.fixture(scope="module")
-def gpu(library):
-    """Device memory of the first GPU through cuda-python (extra `cuda`)."""
-    if not cuda.devices():
-        pytest.skip("no GPU")
-    return Memory()
-
-
-class Memory:
-    """cudaMalloc and cudaMemcpy, with errors raised and everything freed at the end."""
-
-    def __init__(self):
-        from cuda.bindings import runtime
-
-        self.rt, self.held = runtime, []
-
-    def check(self, result):
-        error, *values = result if isinstance(result, tuple) else (result,)
-        assert error == 0, f"CUDA error {int(error)}"
-        return values[0] if len(values) == 1 else values
-
-    def empty(self, nbytes: int) -> int:
-        """Address of `nbytes` poisoned bytes with a poisoned margin behind them."""
-        address = int(self.check(self.rt.cudaMalloc(nbytes + 64)))
-        self.held.append(address)
-        self.check(self.rt.cudaMemset(address, POISON, nbytes + 64))
-        return address
-
-    def put(self, array: np.ndarray) -> int:
-        address = self.empty(array.nbytes)
-        kind = self.rt.cudaMemcpyKind.cudaMemcpyHostToDevice
-        if array.nbytes:
-            self.check(self.rt.cudaMemcpy(address, array.ctypes.data, array.nbytes, kind))
-        return address
-
-    def get(self, address: int, shape, dtype) -> np.ndarray:
-        """The array at `address`; fails where something wrote past its end."""
-        dtype = np.dtype(dtype)
-        size = int(np.prod(shape)) * dtype.itemsize
-        host = np.empty(size + 64, np.uint8)
-        kind = self.rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self.check(self.rt.cudaMemcpy(host.ctypes.data, address, host.nbytes, kind))
-        assert (host[size:] == POISON).all(), "the kernel wrote past the end of its output"
-        return host[:size].view(dtype).reshape(shape)
-
-    def __del__(self):
-        for address in self.held:
-            self.rt.cudaFree(address)
 
 
 # ---- without a GPU
@@ -212,70 +149,6 @@ def test_encode_is_right_on_every_bfloat16(library, gpu):
     library.call("pack", gpu.put(x), 1, 1, x.size, x.size, packed, 0)
     want = x.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     np.testing.assert_array_equal(unpack(gpu.get(packed, (1, x.size // 2), np.uint8)), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("fmt, search", [("nvfp4_exact", "full"), ("nvfp4_exact", "fast"), ("nvfp4", "full")])
-@pytest.mark.parametrize("outer", ["row", "tensor"])
-def test_quantize(library, gpu, rng, name, fmt, search, outer):
-    code, dtype = DTYPES[name]
-    for rows, k in SHAPES:
-        stride = k + int(rng.integers(0, 3))
-        x = _data(rng, rows, k, dtype, stride)
-        want = quantize(x[:, :k].astype(np.float32), fmt, outer=outer, search=search)
-        group, groups = (1, rows) if outer == "row" else (rows, 1)
-        source, amax = gpu.put(x), gpu.empty(4 * groups)
-        sizes = want.packed.size, want.block_scale.size, 4 * groups
-        packed, scale, outer_scale = map(gpu.empty, sizes)
-        library.call("amax", source, code, rows, k, stride, group, amax, 0)
-        library.call("quantize", source, code, rows, k, stride, FORMATS[fmt], SEARCHES[search], amax, group,
-                     packed, scale, outer_scale, 0)  # fmt: skip
-        got = gpu.get(outer_scale, want.outer_scale.shape, np.float32)
-        np.testing.assert_array_equal(got.view(np.uint32), want.outer_scale.view(np.uint32))
-        np.testing.assert_array_equal(gpu.get(scale, want.block_scale.shape, np.uint8), want.block_scale)
-        np.testing.assert_array_equal(gpu.get(packed, want.packed.shape, np.uint8), want.packed)
-
-        back = gpu.empty(x.nbytes)
-        library.call("dequantize", packed, scale, outer_scale, rows, k, group, back, code, stride, 0)
-        value = gpu.get(back, x.shape, dtype)[:, :k]
-        expected = dequantize(want).astype(dtype).astype(np.float32)
-        np.testing.assert_array_equal(value.astype(np.float32), expected)
-
-
-@pytest.mark.gpu
-def test_non_finite_spoils_its_own_block_alone(library, gpu, rng):
-    x = _data(rng, 8, 64, np.float32)
-    x[1, 5], x[3, 40], x[6, 63] = np.nan, np.inf, -np.inf
-    want = quantize(x, "nvfp4_exact", nan="propagate")
-    source, amax = gpu.put(x), gpu.empty(32)
-    packed, scale, outer = gpu.empty(8 * 32), gpu.empty(8 * 4), gpu.empty(32)
-    library.call("amax", source, 0, 8, 64, 64, 1, amax, 0)
-    library.call("quantize", source, 0, 8, 64, 64, 0, 0, amax, 1, packed, scale, outer, 0)
-    np.testing.assert_array_equal(gpu.get(scale, (8, 4), np.uint8), want.block_scale)
-    np.testing.assert_array_equal(gpu.get(packed, (8, 32), np.uint8), want.packed)
-    np.testing.assert_array_equal(gpu.get(outer, (8, 1), np.float32), want.outer_scale)
-
-
-@pytest.mark.gpu
-def test_captured_in_a_graph_and_replayed(library, gpu, rng):
-    rt, rows, k = gpu.rt, 33, 272
-    stream = gpu.check(rt.cudaStreamCreateWithFlags(rt.cudaStreamNonBlocking))
-    source, amax = gpu.put(np.zeros((rows, k), np.float32)), gpu.empty(4 * rows)
-    packed, scale, outer = gpu.empty(rows * k // 2), gpu.empty(rows * k // 16), gpu.empty(4 * rows)
-    gpu.check(rt.cudaStreamBeginCapture(stream, rt.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal))
-    library.call("amax", source, 0, rows, k, k, 1, amax, int(stream))
-    library.call("quantize", source, 0, rows, k, k, 0, 1, amax, 1, packed, scale, outer, int(stream))
-    graph = gpu.check(rt.cudaStreamEndCapture(stream))
-    run = gpu.check(rt.cudaGraphInstantiate(graph, 0))
-    for _ in range(3):
-        x = _data(rng, rows, k, np.float32)
-        gpu.check(rt.cudaMemcpy(source, x.ctypes.data, x.nbytes, rt.cudaMemcpyKind.cudaMemcpyHostToDevice))
-        gpu.check(rt.cudaGraphLaunch(run, stream))
-        gpu.check(rt.cudaStreamSynchronize(stream))
-        want = quantize(x, "nvfp4_exact", search="fast")
-        np.testing.assert_array_equal(gpu.get(packed, want.packed.shape, np.uint8), want.packed)
-        np.testing.assert_array_equal(gpu.get(scale, want.block_scale.shape, np.uint8), want.block_scale)
 
 
 @pytest.mark.gpu
