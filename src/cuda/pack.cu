@@ -1,5 +1,6 @@
 // pack and unpack: E2M1 values with no scale, two a byte. The low nibble is the even column.
 #include "common.h"
+#include "elementwise.cuh"
 #include "fp4.cuh"
 
 namespace fp4bf16 {
@@ -15,7 +16,7 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t row = i / bytes, column = i % bytes * 2;
         uint32_t byte = 0;
         for (int half = 0; half < 2; ++half) {
-            const float v = column + half < k ? load(x + row * stride + column + half) : 0.0f;
+            const float v = column + half < k ? to_float(x[row * stride + column + half]) : 0.0f;
             const uint32_t code = isnan(v) ? 7 : e2m1_code(fabsf(v));
             byte |= (code | sign_bit(v)) << (4 * half);
         }
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * k; i += step) {
         const int64_t row = i / k, column = i % k;
         const uint32_t byte = packed[row * bytes + column / 2];
-        store(x + row * stride + column, e2m1_decode(column & 1 ? byte >> 4 : byte & 15));
+        x[row * stride + column] = from_float<T>(e2m1_decode(column & 1 ? byte >> 4 : byte & 15));
     }
 }
 
@@ -49,11 +50,10 @@ extern "C" fp4bf16_status fp4bf16_pack(const void* x, fp4bf16_dtype dtype, int64
     FP4BF16_TRY(check_pointer("pack", "packed", packed, 1));
     const unsigned grid = grid_for(rows * ((k + 1) / 2));
     const auto s = static_cast<cudaStream_t>(stream);
-    if (dtype == FP4BF16_FLOAT32)
-        pack_kernel<<<grid, kThreads, 0, s>>>(static_cast<const float*>(x), rows, k, x_stride, packed);
-    else
-        pack_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride,
-                                              packed);
+    by_dtype(dtype, [&](auto zero) {
+        const auto from = static_cast<const decltype(zero)*>(x);
+        pack_kernel<<<grid, kThreads, 0, s>>>(from, rows, k, x_stride, packed);
+    });
     return cuda_result(cudaGetLastError(), "pack");
 }
 
@@ -65,9 +65,9 @@ extern "C" fp4bf16_status fp4bf16_unpack(const uint8_t* packed, int64_t rows, in
     FP4BF16_TRY(check_pointer("unpack", "packed", packed, 1));
     const unsigned grid = grid_for(rows * k);
     const auto s = static_cast<cudaStream_t>(stream);
-    if (dtype == FP4BF16_FLOAT32)
-        unpack_kernel<<<grid, kThreads, 0, s>>>(packed, rows, k, static_cast<float*>(x), x_stride);
-    else
-        unpack_kernel<<<grid, kThreads, 0, s>>>(packed, rows, k, static_cast<__nv_bfloat16*>(x), x_stride);
+    by_dtype(dtype, [&](auto zero) {
+        const auto to = static_cast<decltype(zero)*>(x);
+        unpack_kernel<<<grid, kThreads, 0, s>>>(packed, rows, k, to, x_stride);
+    });
     return cuda_result(cudaGetLastError(), "unpack");
 }
