@@ -1,1 +1,1 @@
-"""What ``python -m fp4bf16`` offers besides the trainer: `info` and `validate`."""
+"""What ``python -m fp4bf16`` offers besides the trainer: `info`, `validate` and `bench`."""
