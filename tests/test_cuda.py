@@ -17,7 +17,11 @@ from fp4bf16.python_ref.formats import decode_e2m1, encode_e2m1, pack, unpack
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = ROOT / "src" / "cuda" / "fp4bf16.h"
-DTYPES = {"float32": (0, np.dtype(np.float32)), "bfloat16": (1, np.dtype(ml_dtypes.bfloat16))}
+DTYPES = {
+    "float32": (0, np.dtype(np.float32)),
+    "bfloat16": (1, np.dtype(ml_dtypes.bfloat16)),
+    "float16": (2, np.dtype(np.float16)),
+}
 
 
 # ---- without a GPU
@@ -37,7 +41,7 @@ def test_bindings_come_from_the_header(tmp_path):
     assert namespace["VERSION"] == __version__
     assert namespace["SOURCE_DIGEST"] == cuda.source_digest(ROOT / "fp4bf16")
     names = re.findall(r"\b(fp4bf16_\w+)\(", HEADER.read_text().split("cffi: begin")[1])
-    assert len(names) >= 11
+    assert len(names) >= 18
     for name in names:
         assert name.encode() in module.read_bytes(), name
 
@@ -56,7 +60,8 @@ def test_only_our_functions_are_exported(library):
     exported = _dynamic_symbols(library.path)
     assert exported == {"fp4bf16_" + name for name in (
         "abi_version", "version", "source_digest", "last_error", "cuda_versions", "device_count",
-        "device_query", "pack", "unpack", "amax", "quantize", "dequantize",
+        "device_query", "pack", "unpack", "amax", "quantize_workspace_size", "quantize", "dequantize",
+        "expand", "convert", "gemm", "gemm_simple", "gemm_config",
     )}  # fmt: skip
     assert b"libcuda.so.1" not in _needed(library.path), "the library must load without a driver"
 
@@ -81,18 +86,102 @@ def test_device_query_without_a_gpu_is_a_sentence(library):
         ("pack", (66, 0, 1, 1, 1, 64, 0), "x is 2 bytes past a multiple of 4"),
         ("pack", (64, 0, -1, 1, 1, 64, 0), r"x is \(-1, 1\)"),
         ("unpack", (0, 1, 1, 64, 0, 1, 0), "packed is NULL"),
+        ("unpack", (64, 2, 1, 65, 2, 1, 0), "x is 1 bytes past a multiple of 2"),
         ("amax", (64, 0, 2, 8, 4, 1, 64, 0), "row stride of x is 4 elements, less than its 8 columns"),
         ("amax", (64, 0, 2, 8, 8, 0, 64, 0), "rows_per_amax is 0"),
-        ("quantize", (64, 0, 2, 8, 8, 9, 0, 64, 1, 64, 64, 64, 0), "format is 9"),
-        ("quantize", (64, 0, 2, 8, 8, 0, 5, 64, 1, 64, 64, 64, 0), "search is 5"),
-        ("quantize", (64, 0, 2, 8, 8, 0, 0, 64, 1, 64, 64, 0, 0), "outer_scale is NULL"),
-        ("dequantize", (64, 0, 64, 2, 8, 1, 64, 0, 8, 0), "block_scale is NULL"),
+        ("dequantize", (0, 64, 0, 0, 2, 8, 1, 1, 64, 0, 1, 8, 1, 0), "block_scale is NULL"),
+        ("dequantize", (3, 0, 0, 0, 2, 8, 1, 1, 64, 0, 1, 8, 1, 0), "packed is NULL"),
+        ("dequantize", (4, 64, 64, 0, 2, 8, 1, 1, 64, 0, 1, 8, 1, 0), "format is 4"),
+        ("dequantize", (0, 64, 64, 66, 2, 8, 1, 1, 64, 0, 1, 8, 1, 0), "outer_scale is 2 bytes past"),
+        ("dequantize", (0, 64, 64, 0, 2, 8, 0, 1, 64, 0, 1, 8, 1, 0), "mid is 0"),
+        ("dequantize", (0, 64, 64, 0, 2, 8, 1, 1, 64, 0, 0, 8, 1, 0), "after is 0"),
+        ("dequantize", (0, 64, 64, 0, 2, 8, 1, 1, 64, 0, 1, 7, 1, 0), "x_stride is 7 elements, less than"),
+        ("dequantize", (0, 64, 64, 0, 4, 8, 1, 1, 64, 0, 4, 32, 3, 0), "k_stride is 3, less than after.* 4"),
+        ("expand", (2, 64, 64, 2, 16, 64, 16, 0, 0), "expand: format is 2"),
+        ("expand", (0, 64, 64, 2, 24, 64, 32, 0, 0), "kp is 24, but must be a multiple of 16"),
+        ("expand", (0, 64, 64, 2, 32, 64, 16, 0, 0), "row stride of expanded is 16 elements, less than"),
+        ("expand", (0, 64, 0, 2, 32, 64, 32, 0, 0), "block_scale is NULL"),
+        ("expand", (0, 64, 64, 2, 32, 64, 32, 65, 0), "inexact is 1 bytes past a multiple of 4"),
+        ("convert", (64, 3, 1, 2, 8, 0, 8, 1, 64, 0, 8, 0), "convert: dtype is 3"),
+        ("convert", (64, 0, 1, 2, 8, 0, 8, 1, 64, 9, 8, 0), "convert: dtype is 9"),
+        ("convert", (64, 0, -1, 2, 8, 0, 8, 1, 64, 0, 8, 0), "batch is -1"),
+        ("convert", (64, 0, 1, 2, 9, 0, 8, 1, 64, 0, 8, 0), "k is 9, but must be 0 to out_stride"),
+        ("convert", (0, 0, 1, 2, 8, 0, 8, 1, 64, 0, 8, 0), "x is NULL"),
+        ("convert", (64, 0, 1, 2, 8, 0, 8, 1, 65, 1, 8, 0), "out is 1 bytes past a multiple of 2"),
+        ("gemm", (0, 0), "gemm: args is NULL"),
+        ("gemm_simple", (0, 0), "gemm_simple: args is NULL"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_refused_before_any_launch(library, name, arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         library.call(name, *arguments)
     library.call("pack", 0, 0, 0, 16, 16, 0, 0)  # empty: nothing to do, and no error is left behind
+
+
+GEMM = dict(m=4, n=8, k8=32, k16=16, a8=64, b8=64, a8_stride=32, b8_stride=32, a16=64, b16=64,
+            a16_stride=16, b16_stride=16, alpha=1.0, d=64, d_stride=8)  # fmt: skip
+
+
+def gemm_args(library, **fields):
+    """``fp4bf16_gemm_args``; addresses are plain integers."""
+    kinds = dict(library.ffi.typeof("fp4bf16_gemm_args").fields)
+    cast = {
+        name: library.ffi.cast(kinds[name].type, value) if kinds[name].type.kind == "pointer" else value
+        for name, value in fields.items()
+    }
+    return library.ffi.new("fp4bf16_gemm_args*", cast)
+
+
+@pytest.mark.parametrize("function", ["gemm", "gemm_simple"])
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        (dict(m=-1), "m is -1, but must be 0 to 2147483647"),
+        (dict(n=1 << 31), "n is 2147483648"),
+        (dict(k8=-5), "k8 is -5"),
+        (dict(k16=1 << 40), "k16 is 1099511627776"),
+        (dict(a8=0), "a8 is NULL"),
+        (dict(b8=0), "b8 is NULL"),
+        (dict(a16=0), "a16 is NULL"),
+        (dict(b16=65), "b16 is 1 bytes past a multiple of 2"),
+        (dict(d=0), "d is NULL"),
+        (dict(d=66), "d is 2 bytes past a multiple of 4"),
+        (dict(d_stride=7), "row stride of d is 7 elements, less than its 8 columns"),
+        (dict(a8_stride=31), "row stride of a8 is 31 elements, less than its 32 columns"),
+        (dict(b8_stride=-32), "row stride of b8 is -32 elements"),
+        (dict(a16_stride=1 << 41), r"row stride of a16 is \d+ elements, but at most 2\^40"),
+        (dict(b16_n_major=1, b16_stride=7), "row stride of b16 is 7 elements, less than its 8 columns"),
+        (dict(a16_m_major=2), "a16_m_major is 2, but must be 0 to 1"),
+        (dict(row_scale=66), "row_scale is 2 bytes past"),
+        (dict(col_scale_step=2), "col_scale_step is 2"),
+        (dict(activation=3), "activation is 3"),
+        (dict(accumulate=2), "accumulate is 2"),
+        (dict(d_dtype=3), "d_dtype is 3"),
+        (dict(bias=64, bias_dtype=4), "bias_dtype is 4"),
+        (dict(bias=65, bias_dtype=1), "bias is 1 bytes past"),
+        (dict(residual=64, residual_stride=7), "row stride of residual is 7"),
+        (dict(config=-1), "config is -1"),
+        (dict(batch_count=-2), "batch_count is -2"),
+        (dict(a_batch_mod=-1), "a_batch_mod is -1"),
+        (dict(batch_count=2, b_batch_mod=2, b8_batch_stride=-1), "b8_batch_stride is -1"),
+        (dict(batch_count=2, d_batch_stride=31), "2 matrices of d overlap: d_batch_stride is 31 elements"),
+    ],
+)
+def test_bad_gemm_arguments_are_refused_before_any_launch(library, function, fields, sentence):
+    with pytest.raises(ValueError, match=f"^{function}: .*{sentence}"):
+        library.call(function, gemm_args(library, **GEMM | fields), 0)
+    for empty in (dict(m=0), dict(n=0)):  # nothing is read or written: no pointer is looked at
+        library.call(function, gemm_args(library, **GEMM | dict(a8=0, d=0) | empty), 0)
+
+
+def test_gemm_configurations_have_names(library):
+    args = gemm_args(library, **GEMM)
+    names = []
+    while text := library._text(library.lib.fp4bf16_gemm_config(args, len(names) + 1)):
+        names.append(text)
+    assert library._text(library.lib.fp4bf16_gemm_config(args, 0)) in [*names, "simple"]
+    assert len(set(names)) == len(names) < 100
+    assert library._text(library.lib.fp4bf16_gemm_config(args, -1)) == ""
 
 
 def _elf_strings(path: Path, section: str) -> list[list[str]]:
