@@ -1,0 +1,261 @@
+// Quantiser and down projection in one pass over x: the quantising warps, and the launch.
+#include <algorithm>
+
+#include "common.h"
+#include "quantize.cuh"
+#include "sm90_quantize_branch.cuh"
+#include "tensor_map.h"
+
+namespace fp4bf16 {
+namespace {
+
+using namespace branch;
+
+// ---- a block of 16
+struct Block {
+    uint2 packed;
+    uint4 expanded;
+    uint32_t scale;
+};
+
+// Rules of one row; fp8 has its elements in `expanded`.
+template <fp4bf16_format kFormat, fp4bf16_search kSearch>
+struct RowRules {
+    static constexpr fp4bf16_format kOf = kFormat;
+    Outer outer;
+
+    __device__ static constexpr Rule rule() {
+        return {kFormat, FP4BF16_RULE_TE, kSearch == FP4BF16_SEARCH_FULL, false};
+    }
+
+    __device__ RowRules(const fp4bf16_quantize_args& a, int64_t row, float amax, bool first) {
+        const int64_t group = row / (a.mid * a.inner) * a.inner + row % a.inner;
+        outer = a.outer_given == nullptr ? outer_from_amax(rule(), amax)
+                                         : outer_from_scale(rule(), a.outer_given[group * a.outer_given_stride]);
+        if (first && a.outer_scale != nullptr && row / a.inner % a.mid == 0) a.outer_scale[group] = outer.decode;
+    }
+
+    __device__ Block operator()(const uint4& low, const uint4& high) const {
+        const uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        float x[16];
+        for (int j = 0; j < 16; ++j) x[j] = bits_float(j % 2 ? pairs[j / 2] & 0xFFFF0000u : pairs[j / 2] << 16);
+        Codes<16> c;
+        int counts[kCounts] = {};
+        quantize_block<16>(x, 16, rule(), outer, nullptr, 0, 0, false, &c, counts);
+        uint32_t p[2] = {}, e[4] = {};
+        for (int j = 0; j < 16; ++j) {
+            p[j / 8] |= uint32_t{c.code[j]} << 4 * (j % 8);
+            e[j / 4] |= (kFormat == FP4BF16_FP8 ? c.code[j] : expanded_byte(c.code[j], c.byte)) << 8 * (j % 4);
+        }
+        return {{p[0], p[1]}, {e[0], e[1], e[2], e[3]}, c.byte};
+    }
+};
+
+// Stores a block that begins at `column` < kp of a row, or beyond (where all that is left is to zero `expanded`).
+template <typename Rules>
+__device__ inline void store(const Work& w, int64_t row, int64_t column, const Block& b) {
+    const fp4bf16_quantize_args& a = w.args;
+    if (a.expanded != nullptr && column < a.expanded_stride)
+        *reinterpret_cast<uint4*>(a.expanded + row * a.expanded_stride + column) = b.expanded;
+    if (column >= w.kp) return;
+    if (Rules::kOf == FP4BF16_FP8) {
+        if (a.packed != nullptr) *reinterpret_cast<uint4*>(a.packed + row * w.kp + column) = b.expanded;
+    } else {
+        if (a.packed != nullptr) *reinterpret_cast<uint2*>(a.packed + (row * w.kp + column) / 2) = b.packed;
+        if (a.block_scale != nullptr)
+            a.block_scale[(row * w.kp + column) / 16] = static_cast<uint8_t>(b.scale);
+    }
+}
+
+// ---- the quantising warps: a lane takes a block of 16, a warp 8 rows of a box
+template <int kRank, typename Rules>
+__device__ inline void quantise(Shared<kRank>& s, const Work& w, const Part& part) {
+    using S = Shared<kRank>;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 - kMathWarps;
+    const uint32_t group = warp / 8, row = warp % 8 * 8 + lane / 4, quarter = lane % 4;
+    const uint32_t offset = chunk(row, 2 * quarter);  // and offset ^ 16
+    uint32_t done = 0;                                // boxes of the tiles before
+    uint32_t n = 0;
+    for (int tile = part.tile; tile < w.tiles; tile += part.step, ++n, done += part.boxes) {
+        const int64_t i = int64_t{tile} * kRows + row;
+        ptx::barrier_wait(&s.amax_full[n % 2], n / 2 & 1);
+        uint32_t most = 0;
+        for (uint32_t c = 0; c < w.ctas; ++c) most = max(most, s.amax[n % 2][c][row]);
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(&s.amax_read[n % 2]);
+
+        const bool inside = i < w.args.rows;
+        const Rules rules(w.args, inside ? i : 0, __uint_as_float(most), inside && part.rank + group + quarter == 0);
+        const uint32_t b0 = (done + group) % kGroups;  // boxes alternate between the groups
+        int64_t column = int64_t{part.first + static_cast<int>(b0)} * kColumns + 16 * quarter;
+        uint32_t slot = (done + b0) % S::kSlots, parity = (done + b0) / S::kSlots & 1;
+        for (int b = b0; b < part.boxes; b += kGroups, column += kGroups * kColumns) {
+            wait(&s.x_full[slot], parity);
+            const uint8_t* const box = s.x[slot];
+            const uint4 low = *reinterpret_cast<const uint4*>(box + offset);
+            const uint4 high = *reinterpret_cast<const uint4*>(box + (offset ^ 16));
+            __syncwarp();
+            if (lane == 0) ptx::barrier_arrive(&s.x_empty[slot]);
+            if ((slot += kGroups) >= S::kSlots) slot -= S::kSlots, parity ^= 1;
+            if (inside) store<Rules>(w, i, column, rules(low, high));
+        }
+        if (inside && w.args.expanded != nullptr && part.first + part.boxes == w.boxes && group == 0)
+            for (int64_t c = int64_t{w.boxes} * kColumns + 16 * quarter; c < w.args.expanded_stride; c += kColumns)
+                *reinterpret_cast<uint4*>(w.args.expanded + i * w.args.expanded_stride + c) = uint4{};
+    }
+}
+
+template <int kRank>
+__device__ inline void begin(Shared<kRank>& s, const Work& w) {
+    using S = Shared<kRank>;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::kSlots; ++i) {
+            ptx::barrier_init(&s.x_full[i], 1);
+            ptx::barrier_init(&s.x_empty[i], kQuantWarps / kGroups);
+        }
+        for (int i = 0; i < S::kDownSlots; ++i) {
+            ptx::barrier_init(&s.down_full[i], 1);
+            ptx::barrier_init(&s.down_empty[i], kMathWarps);
+        }
+        for (int i = 0; i < 2; ++i) {
+            ptx::barrier_init(&s.amax_full[i], 1);
+            ptx::barrier_init(&s.amax_read[i], kQuantWarps);
+        }
+        ptx::barrier_init(&s.partial_full, 1);
+        ptx::fence_barrier_init();
+    }
+    if (w.args.outliers > 0 && threadIdx.x <= kMostBoxes) {  // first index at or behind the box
+        const int64_t column = int64_t{Part(w).first + static_cast<int>(threadIdx.x)} * kColumns;
+        int64_t low = 0, high = w.args.outliers;
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (w.args.outlier_index[middle] < column) low = middle + 1;
+            else high = middle;
+        }
+        s.first_outlier[threadIdx.x] = static_cast<int>(low);
+    }
+    __syncthreads();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+}
+
+template <int kRank, typename Rules>
+__global__ void __launch_bounds__(kCtaThreads, 1)
+    branch_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap down_map,
+                  const __grid_constant__ Work w) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    auto& s = *reinterpret_cast<Shared<kRank>*>(memory);
+    begin(s, w);
+    const uint32_t warp = threadIdx.x / 32;
+    if (warp < kMathWarps) {
+        ptx::take_registers<kMathRegisters>();
+        multiply<kRank>(s, down_map, w, Part(w));
+    } else if (warp < kMathWarps + kQuantWarps) {
+        ptx::take_registers<kQuantRegisters>();
+        quantise<kRank, Rules>(s, w, Part(w));
+    } else {
+        ptx::give_registers<kCopyRegisters>();
+        if (threadIdx.x == 32 * (kMathWarps + kQuantWarps)) copy<kRank>(s, x_map, w, Part(w));
+    }
+    __syncwarp();
+    ptx::cluster_arrive();  // no CTA leaves while another may still write to its shared memory
+    ptx::cluster_wait();
+}
+
+// ---- launch
+constexpr int kDevices = 64;
+
+int64_t boxes_of(const fp4bf16_quantize_args& a) { return ceil_div(a.k_size, kColumns); }
+
+// CTAs of a cluster: by k alone, so that the order of summation does not depend on the rows.
+uint32_t ctas_for(int64_t boxes) {
+    uint32_t ctas = 1;
+    while (ctas * kMostBoxes < boxes) ctas *= 2;
+    return ctas;
+}
+
+template <int kRank, typename Rules>
+fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap& down_map, cudaStream_t stream) {
+    static int known[kDevices][kMostCtas + 1] = {};  // clusters that run at once
+    constexpr int kBytes = sizeof(Shared<kRank>);
+    static_assert(kBytes <= 227 * 1024, "a CTA of sm_90 has at most 227 KB of shared memory");
+    const auto kernel = branch_kernel<kRank, Rules>;
+    int device = 0;
+    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "quantize"));
+    FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                            "quantize"));
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {w.ctas, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(w.ctas);
+    config.blockDim = dim3(kCtaThreads);
+    config.dynamicSmemBytes = kBytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    int active = device < kDevices ? known[device][w.ctas] : 0;
+    if (active == 0) {
+        FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(&active, kernel, &config), "quantize"));
+        active = std::max(active, 1);
+        if (device < kDevices) known[device][w.ctas] = active;
+    }
+    config.gridDim.x = w.ctas * static_cast<unsigned>(std::min(active, w.tiles));
+    return cuda_result(cudaLaunchKernelEx(&config, kernel, x_map, down_map, w), "quantize");
+}
+
+template <typename Rules>
+fp4bf16_status launch_for_rank(const Work& w, const CUtensorMap& x_map, const CUtensorMap& down_map,
+                               cudaStream_t stream) {
+    return w.args.rank <= 64 ? launch<64, Rules>(w, x_map, down_map, stream)
+                             : launch<128, Rules>(w, x_map, down_map, stream);
+}
+
+bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// Results take the stores of a whole block.
+bool stores_fit(const fp4bf16_quantize_args& a) {
+    if (a.expanded != nullptr && !(aligned(a.expanded, 16) && a.expanded_stride % 16 == 0)) return false;
+    if (a.format == FP4BF16_FP8) return a.packed == nullptr || (aligned(a.packed, 16) && a.k_size % 16 == 0);
+    return a.packed == nullptr || aligned(a.packed, 8);
+}
+
+}  // namespace
+
+bool branch_takes(const fp4bf16_quantize_args& a) {
+    int major = 0, minor = 0;
+    const bool te = a.format == FP4BF16_NVFP4 && (a.rule == FP4BF16_RULE_DEFAULT || a.rule == FP4BF16_RULE_TE);
+    return a.rank >= 1 && a.rank <= 128 && a.dtype == FP4BF16_BFLOAT16 && a.rounding == FP4BF16_NEAREST &&
+           (te || a.format == FP4BF16_NVFP4_EXACT || a.format == FP4BF16_FP8) &&
+           (a.outer_given != nullptr || a.mid == 1) && a.sums == nullptr && a.counts == nullptr && a.rows > 0 &&
+           a.rows < INT32_MAX - kRows && a.k_size > 0 && boxes_of(a) <= kMostBoxes * kMostCtas && a.after == 1 &&
+           a.k_stride == 1 && a.x_stride % 8 == 0 && aligned(a.x, 16) && a.down_stride % 8 == 0 &&
+           aligned(a.down_t, 16) && stores_fit(a) &&
+           compute_capability("quantize", &major, &minor) == FP4BF16_OK && major == 9 && minor == 0;
+}
+
+int64_t branch_workspace(const fp4bf16_quantize_args&) { return 0; }
+
+fp4bf16_status quantize_branch(const fp4bf16_quantize_args& a, cudaStream_t stream) {
+    Work w{};
+    w.args = a;
+    w.kp = a.format == FP4BF16_FP8 ? a.k_size : ceil_div(a.k_size, 16) * 16;
+    w.tiles = static_cast<int>(ceil_div(a.rows, kRows));
+    w.boxes = static_cast<int>(boxes_of(a));
+    w.ctas = ctas_for(w.boxes);
+    w.cta_boxes = static_cast<int>(ceil_div(w.boxes, w.ctas));
+    CUtensorMap x_map, down_map;
+    FP4BF16_TRY(make_tensor_map("quantize", "x", a.x, 2, {a.k_size, a.rows, 1, a.x_stride, 0, kColumns, kRows}, &x_map));
+    FP4BF16_TRY(make_tensor_map("quantize", "down_t", a.down_t, 2,
+                                {a.k_size, a.rank, 1, a.down_stride, 0, kColumns, a.rank <= 64 ? 64 : 128},
+                                &down_map));
+    if (a.format == FP4BF16_FP8)
+        return launch_for_rank<RowRules<FP4BF16_FP8, FP4BF16_SEARCH_FULL>>(w, x_map, down_map, stream);
+    if (a.format == FP4BF16_NVFP4)
+        return launch_for_rank<RowRules<FP4BF16_NVFP4, FP4BF16_SEARCH_FULL>>(w, x_map, down_map, stream);
+    if (a.search == FP4BF16_SEARCH_FULL)
+        return launch_for_rank<RowRules<FP4BF16_NVFP4_EXACT, FP4BF16_SEARCH_FULL>>(w, x_map, down_map, stream);
+    return launch_for_rank<RowRules<FP4BF16_NVFP4_EXACT, FP4BF16_SEARCH_FAST>>(w, x_map, down_map, stream);
+}
+
+}  // namespace fp4bf16
