@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from . import device, dual_cuda
+from .backends import cuda_math
 from .backends.threads import blas_limit
 from .certify import WeightNorms, dual_norms, weight_norms
+from .device import DeviceArray
 from .errors import NonFiniteError, ShapeError
 from .formats import Format, QuantizedArray, get_format
 from .interop import BFLOAT16, common_framework, float_operand, unwrap
@@ -53,9 +56,9 @@ class DualWeight:
     patches; its twin keeps the four axes, blocked along C, one outer scale an output channel.
 
     Args:
-        w: (K, N) or (O, kh, kw, C), float array of NumPy or PyTorch. A bfloat16 array *is* the master, not
-            copied: change it in place (an optimizer step) and call `refresh`. Others are rounded into a
-            master of its own.
+        w: (K, N) or (O, kh, kw, C), float array of NumPy or PyTorch, or (K, N) in device memory of PyTorch or
+            CuPy. A bfloat16 array *is* the master, not copied: change it in place (an optimizer step) and
+            call `refresh`. Others are rounded into a master of its own.
         rank: columns of `down`; 0 for no branch; at most min(K, N), larger is cut to that.
         format: FP4 format of the twin and of x in the product.
         outliers: how many rows of W stay in BF16, those of the largest norm, or their indices (columns of x
@@ -64,7 +67,9 @@ class DualWeight:
     Attributes:
         master: bfloat16, of w's shape. twin: `QuantizedArray` of the residual, blocked along K (along C).
         down: bfloat16 (K, rank).
-        up: bfloat16 (rank, N). outlier_index: int64 (outliers,). Arrays are of the caller's framework.
+        up: bfloat16 (rank, N). outlier_index: int64 (outliers,), on the host. Arrays are of the caller's
+            framework. In device memory `refresh` writes all of them where they are, so that CUDA graphs and
+            addresses stay valid.
 
     Raises:
         ShapeError: `w` has neither two nor four axes, or an outlier index lies outside K. NonFiniteError: `w`
@@ -80,8 +85,8 @@ class DualWeight:
 
     def __init__(self, w: Any, rank: int = 32, format: str | Format = "nvfp4_exact",
                  outliers: int | Sequence[int] = 0):  # fmt: skip
-        operand = float_operand(w, "w")
-        if operand.array.ndim not in (2, 4):
+        operand = device.float_operand(w, "w") if device.is_device(w) else float_operand(w, "w")
+        if len(operand.shape) not in (2, 4):
             raise ShapeError(
                 f"DualWeight: w has shape {operand.shape}, but two axes (K, N), or four (O, kh, kw, C), are "
                 f"needed; reshape it to a matrix"
@@ -89,13 +94,20 @@ class DualWeight:
         if int(rank) != rank or rank < 0:
             raise ValueError(f"DualWeight: rank is {rank!r}, but a whole number of at least 0 is needed")
         self.framework, self.shape, self.format = operand.framework, operand.shape, get_format(format)
-        self.matrix_shape = self._matrix(operand.array).shape
-        self.rank = min(int(rank), *self.matrix_shape)
-        self._outliers = outliers
-        if operand.array.dtype == BFLOAT16:
-            self.master = w
+        self._outliers, self._norms = outliers, {}
+        self._branch: dual_cuda.Branch | None = None
+        if type(operand) is DeviceArray:
+            if len(self.shape) == 4:
+                raise ShapeError(f"DualWeight: w has shape {self.shape}, a convolution's, which is taken on "
+                                 f"the host alone; pass a NumPy array or a matrix (K, N)")  # fmt: skip
+            self.matrix_shape = self.shape
+            new = w if operand.dtype == "bfloat16" else device.astype(operand, "bfloat16").owner
         else:
-            self.master = unwrap(operand.array.astype(BFLOAT16), self.framework)
+            self.matrix_shape = self._matrix(operand.array).shape
+            same = operand.array.dtype == BFLOAT16
+            new = w if same else unwrap(operand.array.astype(BFLOAT16), self.framework)
+        self.rank = min(int(rank), *self.matrix_shape)
+        self.master = new
         self.refresh()
 
     @staticmethod
@@ -103,8 +115,57 @@ class DualWeight:
         """w as (K, N)."""
         return w if w.ndim == 2 else w.reshape(w.shape[0], int(np.prod(w.shape[1:], dtype=np.int64))).T
 
-    def refresh(self, w: Any = None) -> DualWeight:
-        """Make branch and twin anew from the master, after writing `w` into it if given; returns self."""
+    def refresh(self, w: Any = None, factors: bool = True) -> DualWeight:
+        """Make branch and twin anew from the master, after writing `w` into it if given; returns self.
+
+        Args:
+            w: new weight of the master's shape. factors: False keeps `down`, `up` and which rows are
+                outliers, and quantises what they leave of the master: cheap enough for every optimizer step,
+                while the factors may be many steps old.
+
+        In device memory everything stays at its address. With factors it synchronises (the check for NaN and
+        Inf, the SVD); without, it does not, NaN passes into the twin, and it can be captured in a CUDA graph.
+
+        Raises:
+            ShapeError, TypeError: `w` does not fit the master. NonFiniteError: NaN or Inf; the weight is left
+            as it was. ValueError: the master is read-only.
+        """
+        if type(self.place) is DeviceArray:
+            self._refresh_device(w, factors)
+        else:
+            self._refresh_host(w, factors)
+        self._norms: dict[str, WeightNorms] = {}  # the certificate's, made when first asked for
+        return self
+
+    def _refresh_device(self, w: Any, factors: bool) -> None:
+        master = self.place
+        if w is not None:
+            device.check_together("refresh", [("w", w), ("master", master)])
+            new = device.float_operand(w, "w")
+            self._check_shape(new.shape)
+            new = device.astype(new, "bfloat16")
+            if factors:
+                self._check_finite(new)
+            device.assign(master, new)
+        elif factors:
+            self._check_finite(master)
+        if factors:
+            self.outlier_index = self._choose_outliers(master)
+            if self._branch is None:
+                self._branch = dual_cuda.make_branch(master, self.rank, self.outlier_index)
+                self.down, self.up = (x.owner for x in dual_cuda.views(self._branch))
+                self.twin = dual_cuda.make_twin(master, self.format)
+            else:
+                dual_cuda.set_index(self._branch, self.outlier_index)
+            dual_cuda.set_factors(self._branch, master)
+        dual_cuda.set_twin(self.twin, self._branch, master)
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        if shape != self.shape:
+            raise ShapeError(f"refresh: w has shape {shape} but the master has shape {self.shape}; "
+                             f"pass a weight of the master's shape")  # fmt: skip
+
+    def _refresh_host(self, w: Any, factors: bool) -> None:
         master = float_operand(self.master, "master").array
         if w is not None:
             operand = float_operand(w, "w")
@@ -112,27 +173,28 @@ class DualWeight:
             new = operand.array
             if not master.flags.writeable:
                 raise ValueError("refresh: master is read-only, but w goes into it; make a new DualWeight")
-            if new.shape != self.shape:
-                raise ShapeError(f"refresh: w has shape {new.shape} but the master has shape {self.shape}; "
-                                 f"pass a weight of the master's shape")  # fmt: skip
+            self._check_shape(new.shape)
             new = new.astype(BFLOAT16)
             self._check_finite(new)  # before anything is written: a refused w leaves the weight as it was
             master[...] = new
         self._check_finite(master)
         dense = self._matrix(master).astype(np.float32)  # (K, N)
-        self.outlier_index = self._choose_outliers(dense)
+        if factors:
+            self.outlier_index = self._choose_outliers(dense)
         self._outlier_rows = dense[self.outlier_index]  # (outliers, N) float32 of BF16 values
         dense[self.outlier_index] = 0
-        with blas_limit(1):  # whose own threads would spin on, beside the kernels of the next call
-            down, up = (m.astype(BFLOAT16) for m in low_rank(dense, self.rank))
-        self._down, self._up = down.astype(np.float32), up.astype(np.float32)
+        if factors:
+            with blas_limit(1):  # whose own threads would spin on, beside the kernels of the next call
+                down, up = (m.astype(BFLOAT16) for m in low_rank(dense, self.rank))
+            self._down, self._up = down.astype(np.float32), up.astype(np.float32)
         # From the rounded factors, so that the twin absorbs their rounding. Outlier rows stay exactly zero: D
         # is orthogonal to them only up to rounding.
         residual = dense - self._down @ self._up
         residual[self.outlier_index] = 0
-        self._down[self.outlier_index] = 0
-        down[self.outlier_index] = 0
-        self.down, self.up = unwrap(down, self.framework), unwrap(up, self.framework)
+        if factors:
+            self._down[self.outlier_index] = 0
+            down[self.outlier_index] = 0
+            self.down, self.up = unwrap(down, self.framework), unwrap(up, self.framework)
         if len(self.shape) == 4:
             residual = np.ascontiguousarray(residual.T).reshape(self.shape)
             outer = "image" if self.format.default_outer == "row" else "default"
@@ -140,18 +202,19 @@ class DualWeight:
         else:
             twin = quantize(unwrap(residual, self.framework), self.format, axis=0)
         self.twin: QuantizedArray = twin
-        self._norms: dict[str, WeightNorms] = {}  # the certificate's, made when first asked for
-        return self
 
     @staticmethod
-    def _check_finite(w: np.ndarray) -> None:
-        bad = w.size - int(np.isfinite(w.astype(np.float32)).sum())
+    def _check_finite(w: np.ndarray | DeviceArray) -> None:
+        if type(w) is DeviceArray:
+            bad = dual_cuda.not_finite(w)
+        else:
+            bad = w.size - int(np.isfinite(w.astype(np.float32)).sum())
         if bad:
             raise NonFiniteError(
                 f"DualWeight: {bad} of the {w.size} elements of w are NaN or Inf; repair the weight first"
             )
 
-    def _choose_outliers(self, dense: np.ndarray) -> np.ndarray:
+    def _choose_outliers(self, dense: np.ndarray | DeviceArray) -> np.ndarray:
         k = dense.shape[0]
         if len(self.shape) == 4 and np.any(self._outliers):
             raise ShapeError(
@@ -169,12 +232,21 @@ class DualWeight:
         if not 0 <= self._outliers <= k:
             raise ShapeError(f"DualWeight: outliers is {self._outliers}, but w {self.shape} has {k} rows; "
                              f"choose between 0 and {k}")  # fmt: skip
-        norms = np.square(dense, dtype=np.float64).sum(1)
+        if self._outliers == 0:
+            return np.zeros(0, np.int64)
+        if type(dense) is DeviceArray:
+            norms = cuda_math.square_norms(dense)
+        else:
+            norms = np.square(dense, dtype=np.float64).sum(1)
         return np.sort(np.argsort(-norms, kind="stable")[: self._outliers])
 
     # ---- what the product needs ----------------------------------------------------------------------------
     def branch_factors(self) -> tuple[np.ndarray, np.ndarray]:
-        """float32 (K, r + outliers), (r + outliers, N): the branch, the outlier rows as further ranks."""
+        """float32 (K, r + outliers), (r + outliers, N) on the host: the branch, the outlier rows as further
+        ranks. Waits for the device where the weight lies on one."""
+        if self._branch is not None:
+            self._down, self._up = dual_cuda.host(self.down), dual_cuda.host(self.up)
+            self._outlier_rows = self.master_values()[self.outlier_index]
         if not self.outlier_index.size:
             return self._down, self._up
         unit = np.zeros((self.matrix_shape[0], self.outlier_index.size), np.float32)
@@ -182,19 +254,48 @@ class DualWeight:
         return np.hstack([self._down, unit]), np.vstack([self._up, self._outlier_rows])
 
     def master_values(self) -> np.ndarray:
-        """The master as a float32 matrix (K, N)."""
+        """The master as a float32 matrix (K, N) on the host."""
+        if self._branch is not None:
+            return dual_cuda.host(self.master)
         return self._matrix(float_operand(self.master, "master").array).astype(np.float32)
 
     def norms(self, track: str = "dual") -> WeightNorms:
         """What a certificate needs on "dual" or (the twin alone) "fp4"; computed once after a `refresh`."""
         if track not in self._norms:
-            twin = self._matrix(float_operand(dequantize(self.twin), "twin").array)
+            decoded = dequantize(self.twin)
+            on_host = decoded if self._branch is None else dual_cuda.host(decoded)
+            twin = self._matrix(float_operand(on_host, "twin").array)
             master = self.master_values()
             dual = track == "dual"
             self._norms[track] = (
                 dual_norms(master, twin, *self.branch_factors()) if dual else weight_norms(master, twin)
             )
         return self._norms[track]
+
+    @property
+    def place(self) -> Any:
+        """The master as an `Operand` or `DeviceArray`: where the weight lies."""
+        if device.is_device(self.master):
+            return device.float_operand(self.master, "master")
+        return float_operand(self.master, "master")
+
+    @property
+    def branch(self) -> dual_cuda.Branch:
+        """The branch as the kernels read it, of a weight in device memory."""
+        return self._branch
+
+    def __getstate__(self) -> dict:
+        state = dict(self.__dict__)
+        if self._branch is not None:  # addresses are not copied, nor views as such
+            state |= {"_branch": dual_cuda.kept(self._branch), "down": None, "up": None}
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        if self._branch is not None:
+            k = self.matrix_shape[0]
+            self._branch = dual_cuda.rebuilt(self._branch, self.rank, self.outlier_index, k)
+            self.down, self.up = (x.owner for x in dual_cuda.views(self._branch))
 
     @property
     def ndim(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from . import device, gemm_cuda
 from .dispatch import backend_for, check_stream
 from .dual import DualWeight
 from .epilogue import Epilogue, certified_product, with_branch
@@ -21,6 +22,7 @@ from .operands import (
     Arg,
     as_arg,
     branch,
+    check_accumulate,
     check_axis,
     check_frameworks,
     choose_format,
@@ -28,7 +30,9 @@ from .operands import (
     left_matrix,
     linear_weight,
     memory_of,
+    on_device,
     part_of_dual,
+    places,
     result_dtype_of,
     right_matrix,
     shapes,
@@ -61,7 +65,28 @@ def _two_arrays(a: Arg, b: Arg) -> bool:
     return plain and len(a.shape) == len(b.shape) == 2 and a.framework == b.framework
 
 
-def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify, out, stream, dtype, format):
+def _on_device(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify, out, stream, dtype,
+               format, accumulate):  # fmt: skip
+    device.check_together(op, places(a, b))
+    track = choose_track(op, track, a, b)
+    result_dtype = result_dtype_of(op, dtype, a, b)
+    fmt = choose_format(format, a, b)
+    shape, _ = shapes(op, a, b)
+    weight = b.value
+    b = part_of_dual(b, track)
+    check_axis(op, a, False, track)
+    check_axis(op, b, True, track)
+    epilogue = bias, activation, residual
+    return gemm_cuda.matmul(op, a, b, weight, track, fmt, shape, str(result_dtype), epilogue, certify, out,
+                            stream, accumulate)  # fmt: skip
+
+
+def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify, out, stream, dtype, format,
+            accumulate):  # fmt: skip
+    check_accumulate(op, accumulate)
+    if on_device(a, b):
+        return _on_device(op, a, b, track, bias, activation, residual, certify, out, stream, dtype, format,
+                          accumulate)  # fmt: skip
     check_stream(op, stream)
     track = choose_track(op, track, a, b)
     result_dtype = result_dtype_of(op, dtype, a, b)
@@ -114,6 +139,7 @@ def matmul(
     stream: Any = None,
     dtype: Any = None,
     format: str | Format | None = None,
+    accumulate: str = "promoted",
 ):
     """``activation(a @ b + bias) + residual`` on one of the tracks, with the shapes of ``np.matmul``.
 
@@ -152,7 +178,8 @@ def matmul(
     array([16., 16., 16.], dtype=float32)
     """
     a, b = as_arg(a, "a"), as_arg(b, "b")
-    return _matmul("matmul", a, b, track, bias, activation, residual, certify, out, stream, dtype, format)
+    return _matmul("matmul", a, b, track, bias, activation, residual, certify, out, stream, dtype, format,
+                   accumulate)  # fmt: skip
 
 
 def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
@@ -168,9 +195,10 @@ def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
     """
     x = as_arg(x, "x")
     w = linear_weight("linear", x, weight)
-    names = ("track", "activation", "residual", "certify", "out", "stream", "dtype", "format")
+    names = ("track", "activation", "residual", "certify", "out", "stream", "dtype", "format",
+             "accumulate")  # fmt: skip
     for name in kwargs:
         if name not in names:
             raise TypeError(f"linear: unexpected argument {name!r}{nearest(name, names)}")
-    rest = [kwargs.get(name) for name in names]
+    rest = [kwargs.get(name) for name in names[:-1]] + [kwargs.get("accumulate", "promoted")]
     return _matmul("linear", x, w, rest[0], bias, *rest[1:])

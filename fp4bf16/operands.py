@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from . import device
+from .device import DeviceArray
 from .dual import DualWeight
-from .errors import DTypeError, ShapeError
+from .errors import DTypeError, ShapeError, nearest
 from .formats import Format, QuantizedArray, get_format
 from .interop import FLOATS, float_operand, np_dtype, wrap
 from .tracks import resolve_track
@@ -19,33 +21,61 @@ from .tracks import resolve_track
 
 @dataclass(slots=True)
 class Arg:
-    """An operand: its array (None for a `QuantizedArray` or `DualWeight`), logical shape and framework."""
+    """An operand: its array (None for a `QuantizedArray` or `DualWeight`), logical shape and framework.
+
+    `place` is an array that says where it lies: in device memory a `DeviceArray`, that of `array` or of the
+    bytes; None or an `Operand` on the host.
+    """
 
     value: Any
     name: str
     shape: tuple[int, ...]
     framework: str
-    array: np.ndarray | None
+    array: np.ndarray | DeviceArray | None
     dtype: np.dtype | None
+    place: Any = None
 
 
 def as_arg(x: Any, name: str) -> Arg:
     if isinstance(x, QuantizedArray):
-        return Arg(x, name, x.shape, wrap(x.packed, name).framework, None, None)
+        o = device.operand(x.packed, name) if device.is_device(x.packed) else wrap(x.packed, name)
+        return Arg(x, name, x.shape, o.framework, None, None, o)
     if isinstance(x, DualWeight):
-        return Arg(x, name, x.shape, x.framework, None, None)
+        return Arg(x, name, x.shape, x.framework, None, None, x.place)
+    if device.is_device(x):
+        o = device.float_operand(x, name)
+        return Arg(x, name, o.shape, o.framework, o, np_dtype(o.dtype), o)
     o = float_operand(x, name)
     return Arg(x, name, o.array.shape, o.framework, o.array, o.array.dtype)
 
 
+def on_device(*args: Arg) -> bool:
+    return any(type(arg.place) is DeviceArray for arg in args)
+
+
+def places(*args: Arg) -> list[tuple[str, Any]]:
+    """Names and places, for `device.check_together`."""
+    return [(arg.name, arg.array if arg.place is None else arg.place) for arg in args]
+
+
 def transposed(arg: Arg) -> Arg:
     """The operand with its two axes swapped, as a view."""
-    value, array = arg.value, arg.array
-    if array is not None:
+    value, array, place = arg.value, arg.array, arg.place
+    if type(array) is DeviceArray:
+        array = place = device.permute(array, (1, 0))
+        value = array.owner
+    elif array is not None:
         value = array = array.T
     else:
         value = value.T
-    return Arg(value, arg.name, arg.shape[::-1], arg.framework, array, arg.dtype)
+    return Arg(value, arg.name, arg.shape[::-1], arg.framework, array, arg.dtype, place)
+
+
+def check_accumulate(op: str, accumulate: str) -> str:
+    if accumulate not in ("promoted", "fast"):
+        hint = nearest(accumulate, ("promoted", "fast"))
+        raise ValueError(f"{op}: accumulate: {accumulate!r} is not known{hint}")
+    return accumulate
 
 
 def check_frameworks(op: str, args: list[Arg]) -> str:
@@ -182,20 +212,23 @@ def whole_operand(kernels, arg: Arg, track: str, fmt: Format, right: bool) -> np
     return np.swapaxes(used, -1, -2) if right and x.ndim > 1 else used
 
 
-def memory_of(*args: Arg) -> list[np.ndarray]:
-    """Memory that a result must not overlap."""
+def memory_of(*args: Arg) -> list[Any]:
+    """Memory that a result must not overlap: NumPy arrays, or `DeviceArray` on a device."""
     found = []
     for arg in args:
         if arg.array is not None:
             found.append(arg.array)
         elif isinstance(arg.value, DualWeight):
-            found.append(wrap(arg.value.master, arg.name).array)
+            found.append(_memory(arg.value.master, arg.name))
         else:
             q = arg.value
-            found += [
-                wrap(p, arg.name).array for p in (q.packed, q.block_scale, q.outer_scale) if p is not None
-            ]
+            parts = (q.packed, q.block_scale, q.outer_scale)
+            found += [_memory(p, arg.name) for p in parts if p is not None]
     return found
+
+
+def _memory(x: Any, name: str) -> Any:
+    return device.operand(x, name) if device.is_device(x) else wrap(x, name).array
 
 
 def part_of_dual(b: Arg, track: str) -> Arg:

@@ -15,11 +15,12 @@ PACKAGE = ROOT / "fp4bf16"
 #: From the ground up. A module may import from floors under its own and from its own floor.
 FLOORS = [
     {"errors", "_version"},
-    {"formats", "interop", "tracks"},
+    {"formats", "interop", "layout", "tracks"},
     {"adapters", "backends", "device", "tune"},
     {"dispatch"},
     {"quantize", "certify", "compare", "io", "foreign"},
-    {"dual", "operands", "epilogue", "gemm", "gemm_vjp", "conv", "attention"},
+    {"dual", "dual_cuda", "operands", "epilogue", "gemm", "gemm_cuda", "gemm_vjp", "gemm_vjp_cuda", "conv",
+     "attention"},
     {"nn", "frameworks", "testing"},
     {"routing", "consistency", "diffusion"},
     {"align"},

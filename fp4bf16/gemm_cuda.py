@@ -1,0 +1,320 @@
+"""Products of device arrays: which operands multiply on which track, their shapes, epilogue and result.
+
+Nothing synchronises, allocates outside the framework's allocator or is read back (but for ``certify=``), so a
+call can be captured in a CUDA graph. Plain operands that are quantised here propagate NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from . import device
+from .backends import cuda_gemm as kernels
+from .backends import cuda_math
+from .backends.cuda_gemm import EXPANDING, Finish, Matrices
+from .device import DeviceArray
+from .errors import ShapeError, nearest
+from .formats import Format, QuantizedArray
+from .operands import Arg, as_arg, memory_of, places
+
+# ---- operands ----------------------------------------------------------------------------------------------
+
+
+def float32(x: DeviceArray) -> DeviceArray:
+    """float64 rounded to float32 by the framework; other dtypes as they are."""
+    return device.astype(x, "float32") if x.dtype == "float64" else x
+
+
+def _plain(x: DeviceArray, right: bool) -> Matrices:
+    return (kernels.right if right else kernels.left)(float32(x))
+
+
+def _part(q: QuantizedArray, name: str) -> DeviceArray | None:
+    part = getattr(q, name)
+    return None if part is None else device.contiguous(device.operand(part, name))
+
+
+def expanded(q: QuantizedArray) -> DeviceArray:
+    """E4M3 bytes in the stored layout, rows 16-byte aligned, kept on `q` for the next call."""
+    if q.format.name != "fp8":
+        return device.operand(q.expanded, "expanded")
+    if q._expanded is None:  # the packed bytes themselves, padded where TMA could not read them
+        packed = _part(q, "packed")
+        if q.k % kernels.ALIGNMENT or packed.address % kernels.ALIGNMENT:
+            padded = device.full((*q.lead, kernels.round_up(q.k, 16)), 0, "uint8", like=packed)
+            view = cuda_math.part(padded, ..., slice(0, q.k))
+            device.assign(view, packed)
+            packed = view
+        q._expanded = packed.owner
+    return device.operand(q._expanded, "expanded")
+
+
+def _logical(q: QuantizedArray, array: DeviceArray, strides, k: int, outer, right: bool) -> Matrices:
+    """The stored `array` of `q` as matrices in the order of q's logical axes."""
+    if q.ndim == 1:
+        return Matrices(array, (), (), 1, kernels.round_up(k, 16), k, 1, outer, (), 0)
+    row = q.ndim - (1 if right else 2)
+    lead = range(q.ndim - 2)
+    over = (0,) * q.ndim
+    if outer is not None:
+        over = _outer_steps(q, outer)
+        if over[row] not in (0, 1):  # the kernel's scales lie beside one another
+            outer = device.permute(device.broadcast(outer, (*q.lead, 1)), q.order)
+            outer = device.contiguous(outer)
+            over = outer.strides
+    steps = [strides[position] for position in q.order]
+    shape = q.shape
+    return Matrices(
+        array, tuple(shape[i] for i in lead), tuple(steps[i] for i in lead), shape[row], steps[row], k,
+        steps[q.axis], outer, tuple(over[i] for i in lead), over[row],
+    )  # fmt: skip
+
+
+def _outer_steps(q: QuantizedArray, outer: DeviceArray) -> tuple[int, ...]:
+    """Steps of the outer scale along the logical axes, 0 where it does not vary."""
+    return tuple(outer.strides[p] if outer.shape[p] > 1 else 0 for p in q.order)
+
+
+def _decoded(q: QuantizedArray, dtype: str, scaled: bool, stream: int) -> tuple[DeviceArray, tuple[int, ...]]:
+    """(decoded rows of q, strides of the stored axes); with the outer scale if `scaled`."""
+    packed, block = _part(q, "packed"), _part(q, "block_scale")
+    outer = _part(q, "outer_scale") if scaled else None
+    mid, inner = 1, max(1, q.rows)
+    if outer is not None:
+        varies = [n > 1 for n in outer.shape[:-1]]
+        first = varies.index(True) if True in varies else 0
+        if outer.size == 1:
+            mid, inner = max(1, q.rows), 1
+        elif not all(v or n == 1 for v, n in zip(varies, q.lead, strict=True)):
+            if varies == [True] + [False] * (len(varies) - 1):  # one an index of the first axis
+                mid, inner = math.prod(q.lead[first + 1 :]), 1
+            else:
+                outer = device.contiguous(device.broadcast(outer, (*q.lead, 1)))
+    rows = kernels.decoded(q.format, packed, block, outer, q.rows, q.k, dtype, stream, mid, inner)
+    width = rows.shape[1]
+    steps = tuple(math.prod(q.lead[i + 1 :]) * width for i in range(q.ndim - 1))
+    return rows, (*steps, 1)
+
+
+def _prepared(q: QuantizedArray, right: bool, exact: bool, stream: int) -> Matrices:
+    """A quantised operand of the FP4 track: E4M3 bytes if `exact`, else BF16, outer scales apart."""
+    outer = None if q.outer_scale is None else device.operand(q.outer_scale, "outer_scale")
+    if exact:
+        array = expanded(q)
+        return _logical(q, array, array.strides, kernels.round_up(q.k, 16), outer, right)
+    array, strides = _decoded(q, "bfloat16", False, stream)
+    return _logical(q, array, strides, q.k, outer, right)
+
+
+def dense(q: QuantizedArray, right: bool, stream: int) -> Matrices:
+    """A quantised operand decoded to BF16 with its outer scale, blocked along any axis."""
+    array, strides = _decoded(q, "bfloat16", True, stream)
+    if q.ndim == 1:
+        return _logical(q, array, strides, q.k, None, right)
+    steps = [strides[p] for p in q.order]
+    x = Matrices(array, q.shape[:-2], tuple(steps[:-2]), q.shape[-2], steps[-2], q.shape[-1], steps[-1])
+    return x.T if right else x
+
+
+def bf16_side(arg: Arg, right: bool, stream: int) -> Matrices:
+    """An operand of the BF16 track: rounded, or decoded with its outer scale."""
+    x = _plain(arg.array, right) if arg.array is not None else dense(arg.value, right, stream)
+    return kernels.bf16(x, stream)
+
+
+def fp4_sides(a: Arg, b: Arg, fmt: Format, stream: int, **branch) -> tuple[Matrices, Matrices]:
+    """The operands of the FP4 track: E4M3 bytes where both formats expand, else BF16, outer scales apart.
+
+    `branch`: what the quantiser of a plain `a` makes besides.
+    """
+    formats = [fmt if x.array is not None else x.value.format for x in (a, b)]
+    exact = all(f.name in EXPANDING for f in formats)
+    sides = []
+    for arg, right in ((a, False), (b, True)):
+        if arg.array is None:
+            sides.append(_prepared(arg.value, right, exact, stream))
+        else:
+            search, extra = ("full", {}) if right else ("fast", branch)
+            x = _plain(arg.array, right)
+            sides.append(kernels.quantized(x, fmt, search, stream, expand=exact, **extra))
+    return tuple(sides)
+
+
+# ---- the product of matrices -------------------------------------------------------------------------------
+def result_matrices(x: DeviceArray, row: bool, column: bool) -> Matrices:
+    """An array (..., M, N) as matrices of M rows and `k` = N; `row`, `column`: whether it has those axes."""
+    shape, steps = x.shape, x.strides
+    if not column:
+        shape, steps = (*shape, 1), (*steps, 1)
+    if not row:
+        shape, steps = (*shape[:-1], 1, shape[-1]), (*steps[:-1], max(1, shape[-1]), steps[-1])
+    return Matrices(x, shape[:-2], steps[:-2], shape[-2], steps[-2], shape[-1], steps[-1])
+
+
+def _storable(x: Matrices) -> bool:
+    """Whether the epilogue can read or write `x` where it lies."""
+    if x.array.dtype not in kernels.DTYPES or (x.k_stride != 1 and x.k > 1) or min(x.steps, default=0) < 0:
+        return False
+    return x.rows <= 1 or x.row_stride >= x.k
+
+
+def multiply(d: Matrices, stream: int, four=None, sixteen=None, finish: Finish | None = None) -> None:
+    """d = the product of the pairs `four` and `sixteen`; a batch that shares B becomes the rows of one A."""
+    finish = finish or Finish()
+    pairs = [p for p in (four, sixteen) if p is not None]
+    if all(b.count == 1 for _, b in pairs):
+        parts = [d, *(a for a, _ in pairs)] + ([] if finish.residual is None else [finish.residual])
+        flat = [kernels.folded(x) for x in parts]
+        if all(x is not None for x in flat):
+            d, rest = flat[0], flat[1:]
+            pairs = [(rest.pop(0), kernels.folded(b)) for _, b in pairs]
+            four = pairs.pop(0) if four is not None else None
+            sixteen = pairs.pop(0) if sixteen is not None else None
+            finish = replace(finish, residual=rest[0] if rest else None)
+    kernels.product(d, stream, four, sixteen, finish)
+
+
+def dual_product(a: Arg, w: Any, fmt: Format, d: Matrices, stream: int, finish: Finish) -> None:
+    """d = Q(a) @ twin + bf16(a @ down) @ up with the epilogue: one kernel after the quantiser of a."""
+    twin = as_arg(w.twin, "b")
+    branch = w.branch
+    if branch.rank + branch.outliers == 0:
+        four = fp4_sides(a, twin, fmt, stream)
+        return _fp4_product(four, None, d, stream, finish)
+    rows, width = math.prod(a.shape[:-1]), branch.up_t.shape[1]
+    hidden = device.empty((rows, width), "bfloat16", like=branch.up_t)
+    fields = {}
+    if a.array is not None:
+        fields = branch.fields() | {"hidden": hidden.address, "hidden_stride": width}
+    four = fp4_sides(a, twin, fmt, stream, **fields)
+    if a.array is None:
+        hidden_product(a, branch, hidden, stream)
+    each = tuple(math.prod(four[0].lead[i + 1 :]) * four[0].rows for i in range(len(four[0].lead)))
+    x = replace(four[0], array=hidden, steps=tuple(n * width for n in each), row_stride=width,
+                k=branch.rank + branch.outliers, k_stride=1, scale=None)  # fmt: skip
+    _fp4_product(four, (x, branch.up), d, stream, finish)
+
+
+def hidden_product(a: Arg, branch: Any, hidden: DeviceArray, stream: int) -> None:
+    """hidden[:, :rank] = bf16(a @ down) of an `a` whose quantiser does not make it."""
+    x = kernels.folded(bf16_side(a, False, stream))
+    if x is None:
+        x = kernels.folded(kernels.copied(bf16_side(a, False, stream), "bfloat16", stream))
+    d = Matrices(hidden, (), (), x.rows, hidden.shape[1], branch.rank, 1)
+    kernels.product(d, stream, sixteen=(x, branch.down))
+
+
+def _fp4_product(four, sixteen, d: Matrices, stream: int, finish: Finish) -> None:
+    """E4M3 operands: one kernel. BF16 ones carry scales that the branch must not get, so that it is added by
+    a second product, and the epilogue by the framework."""
+    if four[0].array.dtype == "uint8":
+        return multiply(d, stream, four, sixteen, finish)
+    if sixteen is None:
+        return multiply(d, stream, None, four, finish)
+    bulk, y = (_like(d, "float32") for _ in range(2))
+    multiply(bulk, stream, None, four)
+    multiply(y, stream, None, sixteen, Finish(residual=bulk))
+    shape = (*d.lead, d.rows, d.k)
+    residual = None
+    if finish.residual is not None:
+        residual = cuda_math.reshaped(finish.residual.array, shape)
+    y = cuda_math.epilogue(cuda_math.reshaped(y.array, shape), finish.bias, finish.activation, residual)
+    device.assign(cuda_math.reshaped(d.array, shape), device.astype(y, d.array.dtype))
+
+
+def _like(d: Matrices, dtype: str) -> Matrices:
+    """New memory for the matrices d, contiguous."""
+    return kernels.left(device.empty((*d.lead, d.rows, d.k), dtype, like=d.array))
+
+
+# ---- the call ----------------------------------------------------------------------------------------------
+def _epilogue(op: str, shape, bias: Any, activation: str | None, residual: Any) -> list[Arg]:
+    """The checked operands of the epilogue."""
+    if activation not in kernels.ACTIVATIONS:
+        known = [name for name in kernels.ACTIVATIONS if name]
+        raise ValueError(f"{op}: activation: {activation!r} is not an activation{nearest(activation, known)}")
+    columns = shape[-1] if shape else 1
+    args = [as_arg(x, name) for x, name in ((bias, "bias"), (residual, "residual")) if x is not None]
+    for arg in args:
+        want = (columns,) if arg.name == "bias" else shape
+        if arg.array is None or arg.shape != want:
+            raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
+                             f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} "
+                             f"the result; broadcast it to that shape first")  # fmt: skip
+    return args
+
+
+class Call:
+    """One checked product: operands, result and epilogue."""
+
+    def __init__(self, op, a: Arg, b: Arg, used: Arg, shape, dtype, bias, activation, residual, out):
+        self.op, self.a, self.b = op, a, used
+        added = _epilogue(op, shape, bias, activation, residual)
+        device.check_together(op, places(a, b, *added))
+        inputs = [*memory_of(a, b), *memory_of(*added)]
+        like = replace(a.place, name=a.name)
+        self.d = device.out_operand(op, out, shape, dtype, like, inputs)
+        self.full = len(a.shape) > 1, len(b.shape) > 1
+        named = {arg.name: arg.array for arg in added}
+        self.bias, self.residual, self.activation = named.get("bias"), named.get("residual"), activation
+
+    def finish(self, stream: int, accumulate: str) -> Finish:
+        bias, residual = self.bias, self.residual
+        if bias is not None:
+            bias = kernels.vector(float32(bias), stream)
+        if residual is not None:
+            found = result_matrices(float32(residual), *self.full)
+            residual = found if _storable(found) else result_matrices(
+                device.contiguous(found.array), *self.full
+            )
+        return Finish(bias, self.activation, residual, 1.0, accumulate)
+
+    def target(self) -> Matrices:
+        """What the kernel writes: the result, or memory from which `store` copies it."""
+        d = result_matrices(self.d, *self.full)
+        if _storable(d):
+            return d
+        dtype = "float32" if self.d.dtype == "float64" else self.d.dtype
+        return result_matrices(device.empty(self.d.shape, dtype, like=self.d), *self.full)
+
+    def store(self, target: DeviceArray) -> Any:
+        if target is not self.d:
+            device.assign(self.d, target)
+        return self.d.owner
+
+
+def matmul(op, a: Arg, b: Arg, weight, track, fmt, shape, dtype, epilogue, certify, out, stream, accumulate):
+    """The product of checked operands; `b` is what `track` multiplies, `weight` the caller's operand."""
+    whole = b if b.value is weight else as_arg(weight, b.name)
+    call = Call(op, a, whole, b, shape, dtype, *epilogue, out)
+    with device.ordered(op, stream, [a.place, b.place]) as handle:
+        if track == "reference":
+            return call.store(_reference(call, handle))
+        target, finish = call.target(), call.finish(handle, accumulate)
+        if track == "bf16":
+            pair = bf16_side(a, False, handle), bf16_side(b, True, handle)
+            multiply(target, handle, None, pair, finish)
+        elif track == "dual":
+            dual_product(a, weight, fmt, target, handle, finish)
+        else:
+            _fp4_product(fp4_sides(a, b, fmt, handle), None, target, handle, finish)
+        return call.store(target.array)
+
+
+def exact(arg: Arg, dtype: str, stream: int) -> DeviceArray:
+    """An operand of the "reference" track."""
+    if arg.array is not None:
+        return device.astype(arg.array, dtype)
+    q = arg.value
+    rows, _ = _decoded(q, "float32", True, stream)
+    stored = cuda_math.reshaped(cuda_math.part(rows, slice(None), slice(0, q.k)), q.stored_shape)
+    return device.astype(device.permute(stored, q.order), dtype)
+
+
+def _reference(call: Call, stream: int) -> DeviceArray:
+    dtype = "float64" if any(x.dtype == "float64" for x in (call.a, call.b)) else "float32"
+    y = cuda_math.matmul(exact(call.a, dtype, stream), exact(call.b, dtype, stream))
+    y = cuda_math.epilogue(y, call.bias, call.activation, call.residual)
+    return device.astype(cuda_math.reshaped(y, call.d.shape), call.d.dtype)
