@@ -15,6 +15,8 @@ import math
 import ml_dtypes
 import numpy as np
 
+from .accumulator import FP8
+
 #: Largest relative error of one rounding to a dtype, and the largest absolute one under its normal range.
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 SUBNORMAL_STEP = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-150, "float64": 2.0**-1075}
@@ -22,8 +24,10 @@ SUBNORMAL_STEP = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-1
 LIPSCHITZ = {None: 1.0, "silu": 1.0999, "gelu": 1.1290}
 #: Error of an FP32 sum of K products over the norms of its factors, per K: gamma_K is about K 2^-24 in any
 #: order of summation (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1), taken four
-#: times.
+#: times. The BF16 tensor cores' sums, which cut toward zero, are covered as well: see `accumulation_bound`.
 FP32_ACCUMULATION = 2.0**-22
+#: Elements of K that the FP8 tensor cores add before their sum goes to an FP32 register.
+PROMOTION = 128
 
 
 def spectral_norm_upper(w, squarings=5, multiply=np.matmul):
@@ -80,8 +84,42 @@ def output_rounding(dtype, outputs, bf16_norm, fp4_norm, added_norm=0.0):
 
 
 def accumulation_bound(k, outputs, *factor_norms, per_k=FP32_ACCUMULATION):
-    """K 2^-22 times the sum of |A|_F |B|_F over the products (pairs) summed in FP32, and FP32's underflow."""
+    """K 2^-22 times the sum of |A|_F |B|_F over the products (pairs) summed in FP32, and FP32's underflow.
+
+    Sums of BF16 products on Hopper's tensor cores keep to it too. By their rule (accumulator.BF16, confirmed
+    on an H200) a step adds 16 products and the sum so far, each cut by less than 2^-25 of the largest, and
+    cuts the result by less than 2^-23 of itself. None of these exceeds S = sum |a| |b|, as cutting toward
+    zero makes nothing larger, so K / 16 steps lose under (K / 16) (17 + 4) 2^-25 S < K 2^-24 S.
+    """
     return k * (per_k * sum(a * b for a, b in factor_norms) + 2.0**-147 * math.sqrt(outputs))
+
+
+def fp8_accumulation(k, interval=PROMOTION):
+    """g with |Y_device - A B|_F <= (g + K 2^-22) |A|_F |B|_F for FP8 products on Hopper's tensor cores.
+
+    `interval`: products between two promotions, None for one chain (``accumulate="fast"``).
+
+    A step (accumulator.FP8) adds 32 products and the sum so far, 33 terms, each cut toward zero by less than
+    2^-13 times the largest of them. Let S = sum |a| |b| over an interval. A product is at most S, and so is
+    every sum so far: cutting toward zero makes no term larger. A step therefore loses less than 33 * 2^-13 S
+    and an interval of I products less than 33 (I / 32) 2^-13 S. The intervals' losses add up to that many
+    times the sum over all of K, an element of |A| |B|, whose Frobenius norm is at most |A|_F |B|_F. Neither
+    result can exceed S, so that g needs to be no more than 2. K counts in whole tiles of 128 elements, since
+    the zeros behind it are multiplied too. The additions of promotion (K / 128, each 2^-24), up to four
+    scalings in the epilogue and BF16 steps that follow on the FP8 sum are within K 2^-22, FP32's own.
+
+    >>> fp8_accumulation(4096), fp8_accumulation(256, None)
+    (0.01611328125, 0.0322265625)
+    """
+    length = 128 * math.ceil(k / 128)
+    steps = (length if interval is None else min(interval, length)) / FP8.depth
+    return min(2.0, steps * (FP8.depth + 1) * 2.0**-FP8.fraction)
+
+
+#: What `accumulate` adds to the bound of FP32 sums, for the product of the FP4 operands.
+ACCUMULATE = {
+    "fp32": lambda k: 0.0, "promoted": fp8_accumulation, "fast": lambda k: fp8_accumulation(k, None),
+}  # fmt: skip
 
 
 def bf16_rounding(norm, size):
@@ -153,8 +191,11 @@ def estimate(x, w, y, k=16, seed=0):
     return float(np.linalg.norm(x @ (w @ g) - y @ g)) / math.sqrt(k)
 
 
-def matmul_certificate(x, w, x_used, w_used, dtype="bfloat16"):
-    """(bound, accumulation) of the FP4 product of `x_used`, `w_used` against the BF16 product of `x`, `w`."""
+def matmul_certificate(x, w, x_used, w_used, dtype="bfloat16", accumulate="fp32"):
+    """(bound, accumulation) of the FP4 product of `x_used`, `w_used` against the BF16 product of `x`, `w`.
+
+    `accumulate`: how the FP4 product is summed, "fp32", or on FP8 tensor cores "promoted" or "fast".
+    """
     x, w = (np.asarray(m).astype(ml_dtypes.bfloat16).astype(np.float64) for m in (x, w))
     x_used, w_used = (np.asarray(m, np.float64) for m in (x_used, w_used))
     norm, sigma = np.linalg.norm, spectral_norm_upper
@@ -162,4 +203,5 @@ def matmul_certificate(x, w, x_used, w_used, dtype="bfloat16"):
     bound = exact_bound(norm(x), norm(x - x_used), sigma(w_used), sigma(w - w_used))
     bound += output_rounding(dtype, outputs, norm(x) * sigma(w), norm(x_used) * sigma(w_used))
     pairs = (norm(x), norm(w)), (norm(x_used), norm(w_used))
-    return bound, accumulation_bound(x.shape[1], outputs, *pairs)
+    accumulation = accumulation_bound(x.shape[1], outputs, *pairs)
+    return bound, accumulation + ACCUMULATE[accumulate](x.shape[1]) * norm(x_used) * norm(w_used)

@@ -10,6 +10,7 @@ import pytest
 
 import fp4bf16 as fb
 from fp4bf16 import certify
+from fp4bf16.python_ref import accumulator
 from fp4bf16.python_ref import certify as ref
 from fp4bf16.python_ref import gemm as ref_gemm
 
@@ -329,3 +330,106 @@ def test_norms_of_a_prepared_weight_are_computed_once(rng, monkeypatch):
     fb.quantize(2 * w, axis=-2, out=q)  # new numbers in the same memory
     assert math.isclose(fb.matmul(x, q, certify="bound")[1].bound, 2 * first.bound, rel_tol=1e-6)
     assert len(calls) == 2 * count
+
+
+# ---- sums on FP8 tensor cores ------------------------------------------------------------------------------
+def e4m3(x):
+    return np.asarray(x).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def drifting(rng, m, k, n):
+    """A large product first in each interval, then products too small to be added to it."""
+    a, b = np.full((m, k), 2.0**-7), np.full((n, k), 1.75 * 2.0**-7)
+    a[:, ::128] = b[:, ::128] = 1
+    return a, b
+
+
+def fp8_same_sign(rng, m, k, n):
+    return e4m3(rng.uniform(0.5, 2, (m, k))), e4m3(rng.uniform(0.5, 2, (n, k)))
+
+
+def fp8_spread(rng, m, k, n):
+    """Every exponent of E4M3, subnormals too."""
+    return tuple(e4m3(rng.standard_normal((s, k)) * 2.0 ** rng.integers(-9, 7, (s, k))) for s in (m, n))
+
+
+def fp8_tiny_and_large(rng, m, k, n):
+    a, b = fp8_same_sign(rng, m, k, n)
+    small = rng.random((1, k)) < 0.9
+    return np.where(small, a * 2.0**-6, a), np.where(small, b * 2.0**-7, b)
+
+
+def fp8_cancelling(rng, m, k, n):
+    """Large products of both signs that leave the small ones."""
+    a, b = fp8_tiny_and_large(rng, m, k, n)
+    return a * np.where(np.arange(k) % 2, -1, 1), b
+
+
+def fp8_blocks(rng, m, k, n):
+    return tuple(accumulator.operands(rng, (s, k), "nvfp4_exact") for s in (m, n))
+
+
+FP8_OPERANDS = (drifting, fp8_same_sign, fp8_spread, fp8_tiny_and_large, fp8_cancelling, fp8_blocks)
+
+
+@pytest.mark.parametrize("make", FP8_OPERANDS)
+@pytest.mark.parametrize("interval", [128, 256, None])
+def test_tensor_core_sums_keep_to_their_bound(rng, make, interval):
+    """Element by element and in the norm, for sums modelled as in python_ref.accumulator."""
+    ratios = []
+    for k in (32, 128, 160, 1024, 4096):
+        a, b = make(rng, 12, k, 20)
+        error = np.abs(accumulator.fp8_matmul(a, b, interval) - a @ b.T)
+        g = ref.fp8_accumulation(k, interval) + k * ref.FP32_ACCUMULATION
+        assert (error <= g * (np.abs(a) @ np.abs(b).T)).all()
+        assert np.linalg.norm(error) <= g * np.linalg.norm(a) * np.linalg.norm(b)
+        ratios.append(np.max(error / (g * (np.abs(a) @ np.abs(b).T))))
+    if make is drifting and interval == 128:
+        assert max(ratios) > 0.8, "the operands no longer come near the bound"
+
+
+@pytest.mark.parametrize("make", [gaussian, same_sign, outliers])
+def test_bf16_tensor_core_sums_keep_to_the_bound_of_fp32(rng, make):
+    for k in (16, 512, 4096):
+        a, b = make(rng, 12, k, 20)
+        a, b = a.astype(BF16).astype(np.float64), b.T.astype(BF16).astype(np.float64)
+        error = np.abs(accumulator.bf16_matmul(a, b) - a @ b.T)
+        assert (error <= k * 2.0**-24 * (np.abs(a) @ np.abs(b).T)).all()
+
+
+def test_accumulate_adds_its_term_alone(rng):
+    x, w = (v.astype(np.float32) for v in gaussian(rng, 16, 512, 24))
+    q = fb.quantize(x, search="fast")
+    norms = certify.weight_norms(w, ref_gemm.fake_quantize(w.T).T)
+    plain = certify.certificate(certify.activation_norms(q.stats, 512), norms, k=512, columns=24)
+    size = certify.norm(np.sqrt(q.stats.row_quantized_norm_sq)) * norms.used
+    for accumulate, g in (("fp32", 0), ("promoted", 33 * 4 * 2.0**-13), ("fast", 33 * 16 * 2.0**-13)):
+        cert = certify.device_certificate(q.stats, norms, k=512, columns=24, accumulate=accumulate)
+        assert (cert.bound, cert.terms) == (plain.bound, plain.terms)
+        assert math.isclose(cert.accumulation, plain.accumulation + g * size)
+        used = ref_gemm.operands(x, w, "fp4")
+        _, accumulation = ref.matmul_certificate(x, w, *used, "float32", accumulate)
+        assert math.isclose(cert.accumulation, accumulation, rel_tol=1e-2)
+    assert ref.fp8_accumulation(1 << 20, None) == 2
+    with pytest.raises(ValueError, match="accumulate is 'slow', but 'fp32', 'promoted' or 'fast' is needed"):
+        certify.device_certificate(q.stats, norms, k=512, columns=24, accumulate="slow")
+
+
+@pytest.mark.parametrize("make", [gaussian, same_sign, outliers, aligned])
+@pytest.mark.parametrize("accumulate", ["promoted", "fast"])
+def test_modelled_device_result_keeps_to_its_certificate(rng, make, accumulate):
+    """Operands quantised as by the call, multiplied by the models of both tensor cores."""
+    k = int(rng.choice([128, 512, 2048]))
+    x, w = (v.astype(BF16) for v in make(rng, 12, k, 20))
+    q = fb.quantize(x, search="fast")
+    operands = ref_gemm.operands(x.astype(np.float32), w.astype(np.float32), "fp4")
+    used, twin = (v.astype(np.float64) for v in operands)
+    # outer scales are powers of two: the sums of scaled operands are the scaled sums
+    interval = 128 if accumulate == "promoted" else None
+    y = accumulator.fp8_matmul(used, twin.T, interval)
+    y16 = accumulator.bf16_matmul(x, w.T)
+    sums = np.stack([q.stats.row_norm_sq, q.stats.row_quantized_norm_sq, q.stats.row_error_sq], -1)
+    stats = certify.quant_stats(sums, [0, 0, 0, 0, 0], "bfloat16")
+    norms = certify.weight_norms(w.astype(np.float64), twin)
+    cert = certify.device_certificate(stats, norms, k=k, columns=20, accumulate=accumulate)
+    assert distance_of(y, y16) <= cert.bound + cert.accumulation < math.inf
