@@ -6,8 +6,8 @@ import html
 from pathlib import Path
 from typing import Any
 
-WIDTH, LEFT, RIGHT = 1060, 250, 210
-BAR, GAP, HEAD = 17, 5, 34
+WIDTH, LEFT, RIGHT = 1060, 240, 300
+BAR, GAP, HEAD, TOP = 17, 5, 38, 58
 INK, MUTED, RULE = "#22262b", "#6a7078", "#e3e5e8"
 OURS, PEER = "#2b5f8f", "#b9c0c7"
 
@@ -33,11 +33,11 @@ def _rate(row: dict[str, Any]) -> tuple[float | None, str]:
 def _label(row: dict[str, Any], value: float, unit: str) -> str:
     parts = [f"{value:.0f} {unit}"]
     if row.get("x_cublas"):
-        parts.append(f"{row['x_cublas']:.2f} x")
+        parts.append(f"{row['x_cublas']:.2f} x cuBLAS")
     elif row.get("x_copy"):
         parts.append(f"{row['x_copy']:.0%} of copy")
     elif row.get("x_np"):
-        parts.append(f"{1 / row['x_np']:.2f} x")
+        parts.append(f"{1 / row['x_np']:.2f} x np.matmul")
     if row.get("error") is not None:
         parts.append(f"error {row['error']:.2g}")
     return ", ".join(parts)
@@ -49,7 +49,7 @@ def bars(rows: list[dict[str, Any]], title: str) -> str:
     for row in rows:
         if _rate(row)[0]:
             groups.setdefault((row["op"], tuple(row["shape"])), []).append(row)
-    height = 44 + sum(HEAD + len(group) * (BAR + GAP) for group in groups.values()) + 12
+    height = TOP + sum(HEAD + len(group) * (BAR + GAP) for group in groups.values()) + 12
     out = [
         f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
         f'xmlns="http://www.w3.org/2000/svg" font-family="system-ui, Helvetica, Arial, sans-serif" '
@@ -57,8 +57,9 @@ def bars(rows: list[dict[str, Any]], title: str) -> str:
         f"<title>{html.escape(title)}</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
         _text(16, 26, title, weight="600"),
+        _text(16, 46, "dark: this package; grey: what it is compared with. Longer is faster.", ink=MUTED),
     ]
-    y = 44.0
+    y = float(TOP)
     for (op, shape), group in groups.items():
         top = max(_rate(row)[0] for row in group)
         out.append(f'<line x1="16" x2="{WIDTH - 16}" y1="{y + 8:.0f}" y2="{y + 8:.0f}" stroke="{RULE}"/>')
