@@ -163,6 +163,9 @@ class Torch:
     def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
         return x.expand(shape)
 
+    def reshape(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return x.reshape(shape)
+
     def permute(self, x: Any, axes: tuple[int, ...]) -> Any:
         return x.permute(axes)
 
@@ -259,6 +262,9 @@ class Cupy:
 
     def broadcast(self, x: Any, shape: tuple[int, ...]) -> Any:
         return self.cupy.broadcast_to(x, shape)
+
+    def reshape(self, x: Any, shape: tuple[int, ...]) -> Any:
+        return x.reshape(shape)
 
     def permute(self, x: Any, axes: tuple[int, ...]) -> Any:
         return x.transpose(axes)

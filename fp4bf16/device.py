@@ -154,6 +154,12 @@ def permute(x: DeviceArray, axes: Sequence[int]) -> DeviceArray:
     return framework.wrap(framework.permute(x.owner, tuple(axes)), x.name)
 
 
+def reshape(x: DeviceArray, shape: Sequence[int]) -> DeviceArray:
+    """`x`, C-contiguous, in another shape."""
+    framework = _FRAMEWORKS[x.framework]
+    return framework.wrap(framework.reshape(x.owner, tuple(shape)), x.name)
+
+
 def broadcast(x: DeviceArray, shape: Sequence[int]) -> DeviceArray:
     """`x` broadcast to `shape`, a view."""
     framework = _FRAMEWORKS[x.framework]

@@ -1,7 +1,8 @@
 """Operands -> backend: the only place that knows both backends.
 
-A backend is a module with one table of functions, `backends.cpu` or `backends.cuda`. Host arrays run
-on the CPU.
+Host arrays run on the CPU, whose table of functions is `backends.cpu`. Arrays on the GPU run in the compiled
+library, `backends.cuda`; what each public function makes of it is a table beside it, `backends.cuda_quantize`
+for one. `device` tells the two kinds of arrays apart.
 """
 
 from __future__ import annotations
@@ -11,30 +12,37 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from .device import DeviceArray, is_device
+
 
 @cache
 def table(name: str) -> ModuleType:
-    """The function table of the backend called `name`; its kernels are imported when they are first used."""
+    """The module of `backends` called `name`; its kernels are imported when they are first used."""
     return importlib.import_module(f".backends.{name}", __package__)
 
 
+def on_gpu(x: Any) -> bool:
+    """Whether `x`, an array, a `QuantizedArray` or a `DeviceArray`, lies in device memory."""
+    return isinstance(x, DeviceArray) or is_device(getattr(x, "packed", x))
+
+
 def backend_name(*operands: Any) -> str:
-    """The CPU: arrays on a device never come this far, `interop.wrap` refuses them in a sentence."""
-    return "cpu"
+    """ "cuda" where an operand lies in device memory, else "cpu"."""
+    return "cuda" if any(map(on_gpu, operands)) else "cpu"
 
 
 def backend_for(*operands: Any) -> ModuleType:
-    """The function table that computes on `operands` (`interop.Operand` or `QuantizedArray`)."""
+    """The module that computes on `operands`, arrays of any kind; without any, the CPU's."""
     return table(backend_name(*operands))
 
 
 def available_backends() -> list[str]:
-    """Backends that can compute on this machine now.
+    """Backends that can compute on this machine now; "cuda" needs the compiled library and a GPU.
 
     >>> available_backends()[0]
     'cpu'
     """
-    return ["cpu"]
+    return ["cpu", "cuda"] if table("cuda").available() else ["cpu"]
 
 
 def check_stream(op: str, stream: Any) -> None:

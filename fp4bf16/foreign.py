@@ -12,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .device import check_together, is_device, operand, to_host
+from .dispatch import table
 from .errors import DTypeError, ShapeError, nearest
 from .formats import Format, QuantizedArray, get_format
 from .interop import Operand, common_framework, unwrap, wrap
@@ -32,6 +34,7 @@ def from_parts(packed, block_scale=None, outer_scale=None, format="nvfp4", shape
         packed: (*lead, K/2) uint8 or PyTorch's float4_e2m1fn_x2, two codes a byte; or ml_dtypes'
             float4_e2m1fn (*lead, K), one a byte; for "fp8" (*lead, K) E4M3 as uint8 or a float8 dtype. The
             blocked axis is last. NumPy or PyTorch on the CPU; kept as it is where nothing must be changed.
+            Arrays on a GPU are looked at on the host, which waits for them.
         block_scale: (*lead, ceil(K / block)) E4M3 ("mxfp4": E8M0) as uint8 or a float8 dtype, linear layout.
         outer_scale: the *decode* scale, a number or float32 (*lead or 1, 1); 1 by default. A program that
             divides by its global scale G (compressed-tensors) has 1 / G here.
@@ -52,6 +55,8 @@ def from_parts(packed, block_scale=None, outer_scale=None, format="nvfp4", shape
     >>> fb.dequantize(fb.from_parts(packed, scale, 2.0, nibble_order="high_first"))[0, :2].tolist()
     [2.0, 1.0]
     """
+    if is_device(packed):
+        return _from_device_parts(packed, block_scale, outer_scale, format, shape, axis, nibble_order)
     fmt = get_format(format)
     if nibble_order not in _NIBBLES:
         raise ValueError(
@@ -75,6 +80,17 @@ def from_parts(packed, block_scale=None, outer_scale=None, format="nvfp4", shape
     _check_scales(fmt, scale, outer)
     made = [None if p is None else unwrap(p, codes.framework) for p in (data, scale, outer)]
     return QuantizedArray(*made, fmt, logical, order)
+
+
+def _from_device_parts(packed, block_scale, outer_scale, *rest) -> QuantizedArray:
+    """The same of arrays on a GPU: copied to the host, made there, copied back."""
+    like = operand(packed, "packed")
+    parts = [p for p in (("packed", packed), ("block_scale", block_scale)) if p[1] is not None]
+    if is_device(outer_scale):
+        parts.append(("outer_scale", outer_scale))
+    check_together("from_parts", parts)
+    on_host = (to_host(p) if is_device(p) else p for p in (packed, block_scale, outer_scale))
+    return table("cuda_quantize").from_host(from_parts(*on_host, *rest), like)
 
 
 def _stored_order(ndim: int, axis: int) -> tuple[int, ...]:
@@ -150,7 +166,7 @@ def recast(xq: QuantizedArray, format, approx: bool = False) -> QuantizedArray:
     """The same numbers in another format, exactly, or `ValueError`: powers of two move between the scales.
 
     Args:
-        xq: a container of any format.
+        xq: a container of any format; one on a GPU is recast on the host, which waits for it.
         format: "fp8": E4M3 elements with the block scales folded in and one outer scale a row, what FP8
             tensor cores multiply; exact for "nvfp4_exact", for any NVFP4 whose products fit E4M3's four bits,
             and for "mxfp4" whose rows span few enough octaves. "nvfp4": one outer scale for the whole tensor,
@@ -184,6 +200,9 @@ def recast(xq: QuantizedArray, format, approx: bool = False) -> QuantizedArray:
                          f"quantize(dequantize(xq), {fmt.name!r})")  # fmt: skip
     if approx and fmt.name != "fp8":
         raise ValueError(f"recast: approx=True, but {fmt} is never approximated; leave it out or take 'fp8'")
+    if is_device(xq.packed):
+        cuda = table("cuda_quantize")
+        return cuda.from_host(recast(cuda.to_host(xq), fmt, approx), operand(xq.packed, "xq.packed"))
     framework = wrap(xq.packed, "xq.packed").framework
     codes, scale, outer = _wide(xq)
     make = _to_fp8 if fmt.name == "fp8" else _to_tensor if fmt.name == "nvfp4" else _to_exact

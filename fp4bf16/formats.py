@@ -303,11 +303,11 @@ class QuantizedArray:
         self.__post_init__()  # the bytes of a pickle may come from anywhere
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        from .quantize import dequantize
+        from .quantize import host_values
 
         if copy is False:
             raise ValueError("QuantizedArray: copy is False, but decoding makes a new array; pass copy=None")
-        value = np.asarray(dequantize(self, dtype="float32"))
+        value = host_values(self)
         return value if dtype is None else value.astype(dtype, copy=False)
 
     def __len__(self) -> int:

@@ -2,7 +2,7 @@
 
 An operand is wrapped at the door (`wrap`), stays a NumPy view inside the CPU backend, and its result is
 unwrapped on the way out (`unwrap`). Frameworks are recognised by the arrays themselves: nothing is imported
-here.
+here. Arrays on a GPU are `device`'s; what takes host arrays alone says so here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _NAMES = {
     "single": "float32", "fp64": "float64", "double": "float64",
 }  # fmt: skip
 _HOW = {
-    "cupy": "cupy.asnumpy(x)",
     "jax": "numpy.asarray(x)",
     "jaxlib": "numpy.asarray(x)",
     "numba": "x.copy_to_host()",
@@ -98,9 +97,9 @@ def _from_torch(x: Any, name: str) -> np.ndarray:
         raise TypeError(f"{name}: is a PyTorch tensor on meta, which has a shape but no numbers; pass one "
                         f"that has them")  # fmt: skip
     if x.device.type != "cpu":
+        where = "does not run on CUDA yet" if x.device.type == "cuda" else "runs on the CPU"
         raise TypeError(
-            f"{name}: is a PyTorch tensor on {x.device}, but this version computes on the CPU alone; "
-            f"pass {name}.cpu() (device arrays come with the GPU kernels)"
+            f"{name}: is a PyTorch tensor on {x.device}, but this operation {where}; pass {name}.cpu()"
         )
     if x.requires_grad:
         x = x.detach()
@@ -140,9 +139,12 @@ def wrap(x: Any, name: str) -> Operand:
             raise TypeError(f"{name}: is no array ({error}); pass one, all rows of one length") from None
     package = type(x).__module__.split(".")[0]
     how = _HOW.get(package, "numpy.asarray(x)")
+    if package == "cupy":
+        raise TypeError(f"{name}: is a CuPy array, but this operation does not run on CUDA yet; pass "
+                        f"cupy.asnumpy({name})")  # fmt: skip
     raise TypeError(
-        f"{name}: is a {type(x).__module__}.{type(x).__qualname__}, but NumPy arrays and PyTorch CPU tensors "
-        f"are what is taken here; convert it with {how}"
+        f"{name}: is a {type(x).__module__}.{type(x).__qualname__}, but NumPy arrays and PyTorch tensors are "
+        f"what is taken here; convert it with {how}"
     )
 
 

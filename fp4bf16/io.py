@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from .device import is_device, to_host
 from .formats import FORMATS, QuantizedArray
 from .interop import unwrap, wrap
 
@@ -53,7 +54,7 @@ def save(path, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = N
     """Write `arrays`, name -> `QuantizedArray` or array of a supported framework, to a safetensors file.
 
     The file appears whole or not at all: it is written beside `path`, flushed to the disk and renamed.
-    `stats` of a quantised array are not kept.
+    `stats` of a quantised array are not kept. Arrays on a GPU are copied to the host for it.
 
     Args:
         path: file to make or replace. metadata: further strings for the header.
@@ -106,7 +107,7 @@ def _flatten(arrays: Mapping[str, Any]):
             raise ValueError(
                 f"save: two tensors would be called {name!r}, or the name is reserved; rename one"
             )
-        a = wrap(value, name).array
+        a = to_host(value) if is_device(value) else wrap(value, name).array
         a = a.astype(a.dtype.newbyteorder("<"), copy=False)
         if a.dtype not in _NAMES:
             raise TypeError(

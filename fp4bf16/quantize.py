@@ -1,4 +1,7 @@
-"""Quantise and decode arrays of any supported framework: the public `quantize`, `dequantize`, `expand`."""
+"""Quantise and decode arrays of any supported framework: the public `quantize`, `dequantize`, `expand`.
+
+Host arrays are computed here by the CPU's kernels, arrays on the GPU by `backends.cuda_quantize`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from functools import cache
 import numpy as np
 
 from . import dispatch
-from .errors import DTypeError, ShapeError, nearest
+from .device import is_device, to_host
+from .errors import DTypeError, ShapeError
 from .formats import Format, QuantizedArray, QuantStats, get_format
 from .interop import (
     BFLOAT16,
@@ -22,10 +26,17 @@ from .interop import (
     unwrap,
     wrap,
 )
+from .layout import (
+    check_axis,
+    check_options,
+    check_out,
+    check_outer,
+    exponent_scales,
+    kept_axes,
+    stored_order,
+)
 
-MIN_EXPONENT, MAX_EXPONENT = -119, 120
 _TRANSPOSE = 1 << 16  # elements from which NumPy's copy of a transpose is the slower one
-OUTERS = ("default", "row", "image", "head", "tensor")
 
 
 @cache
@@ -34,24 +45,7 @@ def _kernels():
     return importlib.import_module(".backends.cpu_quantize", __package__)
 
 
-# ---- axes and rows -----------------------------------------------------------------------------------------
-def _check_axis(axis: int, ndim: int, shape) -> int:
-    if ndim == 0:
-        raise ShapeError(
-            "quantize: x has no axes, but blocks run along one; pass an array of at least one axis"
-        )
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
-        raise ShapeError(
-            f"quantize: axis={axis!r}, but x of shape {tuple(shape)} has axes {-ndim} to {ndim - 1}"
-        )
-    return int(axis) % ndim
-
-
-def _order(ndim: int, axis: int) -> tuple[int, ...]:
-    """Stored position of each logical axis when `axis` is moved last."""
-    return tuple(ndim - 1 if i == axis else i - (i > axis) for i in range(ndim))
-
-
+# ---- rows -------------------------------------------------------------------------------------------------
 def _rows(array: np.ndarray, axis: int) -> np.ndarray:
     """The array as (rows, K), blocked axis last; a view where the memory allows."""
     if axis == 0 and array.ndim == 2 and array.size >= _TRANSPOSE and array.flags.c_contiguous:
@@ -63,28 +57,6 @@ def _rows(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 # ---- outer scales ------------------------------------------------------------------------------------------
-def _kept_axes(outer: str, ndim: int, axis: int) -> list[int]:
-    """Stored axes that the outer scale varies over."""
-    order = _order(ndim, axis)
-    if outer == "row":
-        return list(range(ndim - 1))
-    if outer == "tensor":
-        return []
-    if outer == "image":
-        if axis == 0:
-            raise ShapeError(
-                "quantize: outer='image' wants one scale per index of axis 0, but the blocks run along "
-                "axis 0; pass another axis= or outer='row'"
-            )
-        return [order[0]]
-    if ndim != 4 or axis not in (1, 3):
-        raise ShapeError(
-            f"quantize: outer='head' is for (batch, seq, heads, dim) blocked along axis 1 or 3, but x has "
-            f"{ndim} axes and axis is {axis}; pass outer='row' or 'tensor'"
-        )
-    return [order[0], order[2]]
-
-
 def _group_amax(rows: np.ndarray, lead: tuple[int, ...], keep: list[int]):
     """(outer shape, amax per row of the row's group)."""
     shape = tuple(n if i in keep else 1 for i, n in enumerate(lead))
@@ -94,54 +66,18 @@ def _group_amax(rows: np.ndarray, lead: tuple[int, ...], keep: list[int]):
     return (*shape, 1), np.broadcast_to(group, lead).reshape(-1)
 
 
-def _exponents(outer, lead: tuple[int, ...]):
-    """(outer shape, decode scale per row) of given exponents e of 2^e."""
-    e = np.asarray(outer)
-    if e.dtype.kind not in "iu":
-        raise DTypeError(
-            f"quantize: outer={outer!r} is neither an exponent (int) nor one of {', '.join(OUTERS)}"
-        )
-    if e.size and (e.min() < MIN_EXPONENT or e.max() > MAX_EXPONENT):
-        raise ValueError(
-            f"quantize: outer exponents reach from {e.min()} to {e.max()}, but {MIN_EXPONENT} to "
-            f"{MAX_EXPONENT} keep every decoded value a normal number"
-        )
-    shape = (1,) * (len(lead) + 1) if e.ndim == 0 else e.shape
-    scale = np.ldexp(np.float32(1), e.astype(np.int32)).astype(np.float32).reshape(shape)
-    try:
-        if len(shape) != len(lead) + 1 or shape[-1] != 1:
-            raise ValueError
-        full = np.broadcast_to(scale, (*lead, 1))
-    except ValueError:
-        raise ShapeError(
-            f"quantize: outer exponents of shape {e.shape} do not broadcast to the stored rows {(*lead, 1)}; "
-            f"pass one exponent, or an array with as many axes as x that is 1 in the last"
-        ) from None
-    return scale, full.reshape(-1)
-
-
 def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
     """(keyword arguments of the kernel, f(its decode scales) -> the container's outer_scale, its shape)."""
-    if isinstance(outer, str):
-        if outer not in OUTERS:
-            raise ValueError(f"quantize: outer={outer!r} is unknown{nearest(outer, OUTERS)}")
-        outer = fmt.default_outer if outer == "default" else outer
-        if fmt.default_outer is None and outer is not None:
-            raise ValueError(f"quantize: outer={outer!r}, but {fmt} has no outer scale; pass outer=None")
+    outer = check_outer(outer, fmt)
     if outer is None:
-        if fmt.default_outer is not None:
-            raise ValueError(
-                f"quantize: outer=None, but {fmt} has an outer scale; pass outer=0 for one of 2^0"
-            )
         return {}, lambda decode: None, None
-    if fmt.default_outer is None:
-        raise ValueError(f"quantize: outer={outer!r}, but {fmt} has no outer scale; pass outer=None")
     if not isinstance(outer, str):
-        scale, per_row = _exponents(outer, lead)
+        scale = exponent_scales(outer, lead)
+        per_row = np.broadcast_to(scale, (*lead, 1)).reshape(-1)
         return {"outer_rows": per_row}, lambda decode: scale, scale.shape
     if outer == "row":
         return {}, lambda decode: decode.reshape(*lead, 1), (*lead, 1)
-    keep = _kept_axes(outer, len(lead) + 1, axis)
+    keep = kept_axes(outer, len(lead) + 1, axis)
     shape, amax = _group_amax(rows, lead, keep)
     first = tuple(slice(None) if n > 1 or i in keep else slice(0, 1) for i, n in enumerate(shape[:-1]))
 
@@ -156,13 +92,14 @@ def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
 # ---- public ------------------------------------------------------------------------------------------------
 def quantize(
     x, format="nvfp4_exact", axis=-1, outer="default", rounding="nearest", scale_rule=None, search="full",
-    nan="raise", out=None, stream=None,
+    nan=None, out=None, stream=None, seed=0, expand=False, stats=True,
 ) -> QuantizedArray:  # fmt: skip
     """Quantise `x` in blocks along `axis`: a value decodes as code * block_scale * outer_scale.
 
     Args:
-        x: float32, float64, float16 or bfloat16, at least one axis (NumPy, PyTorch on the CPU); float64 is
-            rounded to float32 first.
+        x: float32, float64, float16 or bfloat16, at least one axis (NumPy, PyTorch, CuPy); float64 is
+            rounded to float32 first. On the GPU what the kernel cannot walk is copied by the framework:
+            negative, repeated or interleaved strides.
         format: "nvfp4_exact" (16 a block, scales m * 2^k with m in {1, 1.25, 1.5}: every code * scale is an
             E4M3 number), "nvfp4" (16, any E4M3 scale), "mxfp4" (32, powers of two), "fp8" (E4M3, no block
             scale).
@@ -170,20 +107,28 @@ def quantize(
         outer: what shares an outer scale: "row" (default of nvfp4_exact, fp8), "tensor" (default of nvfp4),
             "image" (an index of axis 0), "head" ((batch, seq, heads, dim): a batch and head), or exponents e
             of given scales 2^e, an int or an array that broadcasts to the stored rows (*lead, 1). "mxfp4"
-            has none.
-        rounding: "nearest", ties to even.
+            has none. Exponents on the GPU are not read back: those outside -119 .. 120 count as the nearer.
+        rounding: "nearest", ties to even; or "stochastic": a value between two neighbours lo and hi becomes
+            hi with probability (v - lo) / (hi - lo), so that the mean of many draws is the value. Block
+            scales are then rounded up, as a clipped block would bias the mean ("mxfp4": rule "rceil").
         scale_rule: nvfp4: "te" (Transformer Engine), "four_over_six" (arXiv:2512.02010; squared error, bound
             256; "four_over_six_mae": absolute error; "..._448": bound 448). mxfp4: "even", "floor" (OCP MX
             1.0, 6.3), "rceil", "ceil".
         search: of nvfp4_exact: "full" tries four scales a block (decoding and quantising again changes no
             value), "fast" two.
-        nan: "raise", or "propagate": the block that holds NaN or Inf decodes to NaN ("fp8": the element
-            alone).
+        nan: "raise", the default on the host; or "propagate", the default on the GPU: the block that holds
+            NaN or Inf decodes to NaN ("fp8": the element alone). "raise" on the GPU waits for the result.
         out: `QuantizedArray` made by the same call, to write to.
-        stream: None, as host arrays have none.
+        stream: of a GPU array: a handle, an object with ``__cuda_stream__``, a PyTorch or CuPy stream; by
+            default the framework's current one. Host arrays have none.
+        seed: of stochastic rounding, an int or (seed, stream, call): element i of x in C order takes word
+            i % 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and counter (i // 4, stream, call),
+            the same on the CPU and the GPU.
+        expand: make `.expanded` in the same pass ("nvfp4_exact" and "fp8").
+        stats: keep `stats`. On the GPU they stay there; the first attribute that is read waits for them.
 
     Returns:
-        `QuantizedArray` of x's framework, with `stats`.
+        `QuantizedArray` of x's framework and device.
 
     Raises:
         ShapeError, DTypeError, NonFiniteError, ValueError: what was given and what to pass instead.
@@ -192,18 +137,39 @@ def quantize(
     >>> xq = fb.quantize(np.array([[0.5, 6, -3, 1] * 4], np.float32))
     >>> fb.dequantize(xq)[0, :4].tolist()
     [0.5, 6.0, -3.0, 1.0]
+    >>> x = np.full((1, 1600), 2.25, np.float32)
+    >>> x[0, ::16] = 6  # the scale of every block is one
+    >>> drawn = fb.dequantize(fb.quantize(x, rounding="stochastic", seed=1))[x < 6]
+    >>> sorted(set(drawn.tolist())), bool(abs(drawn.mean() - 2.25) < 0.05)
+    ([2.0, 3.0], True)
     """
+    fmt = get_format(format)
+    if expand and fmt.name not in ("nvfp4_exact", "fp8"):
+        raise ValueError(f"quantize: expand=True, but {fmt} has products that E4M3 does not hold; quantise "
+                         f"as 'nvfp4_exact', or leave it out")  # fmt: skip
+    if is_device(x):
+        return dispatch.table("cuda_quantize").quantize(
+            x, fmt, axis, outer, rounding, seed, scale_rule, search,
+            "propagate" if nan is None else nan, expand, stats, out, stream,
+        )  # fmt: skip
     dispatch.check_stream("quantize", stream)
-    fmt, operand = get_format(format), float_operand(x, "x")
-    if rounding != "nearest":
-        raise ValueError(f"quantize: rounding={rounding!r}, but only rounding='nearest' is known; pass that")
-    axis = _check_axis(axis, operand.array.ndim, operand.shape)
-    return _quantize(operand, fmt, axis, outer, out, {"scale_rule": scale_rule, "search": search, "nan": nan})
+    operand, nan = float_operand(x, "x"), "raise" if nan is None else nan
+    check_options(fmt, rounding, scale_rule, search, nan)
+    axis = check_axis(axis, operand.array.ndim, operand.shape)
+    options = {"scale_rule": scale_rule, "search": search, "nan": nan}
+    if rounding == "stochastic":
+        options |= {"rounding": rounding, "seed": seed, "after": math.prod(operand.shape[axis + 1 :])}
+    xq = _quantize(operand, fmt, axis, outer, out, options)
+    if expand:
+        xq._expanded = _expand(xq)
+    if not stats:
+        xq.stats = None
+    return xq
 
 
 def _quantize(operand: Operand, fmt: Format, axis: int, outer, out, options: dict) -> QuantizedArray:
     array = operand.array
-    order = _order(array.ndim, axis)
+    order = stored_order(array.ndim, axis)
     rows = _kernels().as_rows(_rows(array, axis))
     lead = tuple(n for i, n in enumerate(array.shape) if i != axis)
     given, outer_scale, outer_shape = _resolve_outer(outer, fmt, rows, lead, axis)
@@ -220,15 +186,7 @@ def _quantize(operand: Operand, fmt: Format, axis: int, outer, out, options: dic
 
 def _targets(out, fmt: Format, operand, order, outer_shape):
     """`out`'s bytes as rows to write to, after checking that they are what the result needs."""
-    if not isinstance(out, QuantizedArray):
-        raise TypeError(
-            f"quantize: out is a {type(out).__name__}, but a QuantizedArray is needed; leave out=None"
-        )
-    if (out.format, out.shape, out.order) != (fmt, operand.shape, order):
-        raise ShapeError(
-            f"quantize: out is {out.format} of shape {out.shape} stored in order {out.order}, but the result "
-            f"is {fmt} of shape {operand.shape} in order {order}; pass an out made by the same call"
-        )
+    check_out(out, fmt, operand.shape, order)
     names = ("packed", "block_scale", "outer_scale")
     parts = [wrap(p, f"out.{n}") for n in names if (p := getattr(out, n)) is not None]
     common_framework("quantize", operand, *parts)
@@ -262,10 +220,6 @@ def _fill(out: QuantizedArray, scale, stats) -> QuantizedArray:
 
 def _stored(xq: QuantizedArray):
     """(packed rows, block scale rows, outer per row or None, framework) of a container, as NumPy views."""
-    if not isinstance(xq, QuantizedArray):
-        raise TypeError(
-            f"dequantize: xq is a {type(xq).__name__}, but a QuantizedArray is needed; quantize it first"
-        )
     packed = wrap(xq.packed, "xq.packed")
     scale = None if xq.block_scale is None else wrap(xq.block_scale, "xq.block_scale").array
     rows = xq.rows
@@ -285,7 +239,7 @@ def dequantize(xq: QuantizedArray, dtype="float32", out=None, stream=None):
 
     Args:
         xq: the container. dtype: "float32", "bfloat16", "float16" or "float64".
-        out: array of that shape and dtype to write to. stream: None, as host arrays have none.
+        out: array of that shape and dtype to write to. stream: as for `quantize`.
 
     Raises:
         TypeError: xq is no `QuantizedArray`. DTypeError, ShapeError, ValueError: another dtype; an out that
@@ -295,6 +249,12 @@ def dequantize(xq: QuantizedArray, dtype="float32", out=None, stream=None):
     >>> fb.dequantize(fb.quantize(np.ones((2, 16), np.float32)), dtype="bfloat16").dtype
     dtype(bfloat16)
     """
+    if not isinstance(xq, QuantizedArray):
+        raise TypeError(
+            f"dequantize: xq is a {type(xq).__name__}, but a QuantizedArray is needed; quantize it first"
+        )
+    if is_device(xq.packed):
+        return dispatch.table("cuda_quantize").dequantize(xq, dtype, out, stream)
     dispatch.check_stream("dequantize", stream)
     packed, scale, outer, framework = _stored(xq)
     dtype = np_dtype(dtype, "dequantize: dtype")
@@ -315,11 +275,26 @@ def dequantize(xq: QuantizedArray, dtype="float32", out=None, stream=None):
 
 def expand(xq: QuantizedArray):
     """E4M3 bytes, uint8 (\\*lead, K_padded), of code * block_scale; `ValueError` unless every product is
-    exact.
+    exact. On the GPU the products of "nvfp4" are counted, which waits for it; "nvfp4_exact" needs no look.
     """
+    if not isinstance(xq, QuantizedArray):
+        raise TypeError(
+            f"expand: xq is a {type(xq).__name__}, but a QuantizedArray is needed; quantize it first"
+        )
+    if is_device(xq.packed):
+        return dispatch.table("cuda_quantize").expand(xq)
     packed, scale, _, framework = _stored(xq)
     rows = _kernels().expand_rows(packed, scale, xq.format)
     return unwrap(rows.reshape(*xq.lead, xq.k_padded), framework)
+
+
+_expand = expand  # under `quantize`, whose argument has the name
+
+
+def host_values(xq: QuantizedArray) -> np.ndarray:
+    """The values as a NumPy array, float32; a container on the GPU is waited for."""
+    value = dequantize(xq, dtype="float32")
+    return to_host(value) if is_device(value) else np.asarray(value)
 
 
 def fake_quantize(
@@ -331,7 +306,7 @@ def fake_quantize(
     axis -1.
     """
     fmt = get_format(format)
-    axis = _check_axis(axis, x.ndim, x.shape)
+    axis = check_axis(axis, x.ndim, x.shape)
     rows = _kernels().as_rows(_rows(x, axis))
     lead = tuple(n for i, n in enumerate(x.shape) if i != axis)
     given, _, _ = _resolve_outer(outer, fmt, rows, lead, axis)

@@ -90,6 +90,10 @@ class HostCuda(cuda.Library):
         self.lib.fp4bf16_quantize_workspace_size = self.ffi.callback(
             "int64_t(const fp4bf16_quantize_args*)", lambda args: 64
         )
+        self.lib.fp4bf16_device_count = self.ffi.callback("fp4bf16_status(int32_t*)", self._count)
+        self.lib.fp4bf16_device_query = self.ffi.callback(
+            "fp4bf16_status(int32_t, fp4bf16_device*)", lambda index, info: 0
+        )
         self._no_config = self.ffi.new("char[]", b"host")
         self.lib.fp4bf16_gemm_config = lambda args, config: self._no_config
 
@@ -110,6 +114,11 @@ class HostCuda(cuda.Library):
 
     def at(self, pointer) -> int:
         return int(self.ffi.cast("uintptr_t", pointer))
+
+    @staticmethod
+    def _count(count) -> int:
+        count[0] = 2
+        return 0
 
     # ---- quantise
     def quantize(self, a) -> None:
@@ -278,7 +287,7 @@ class FakeArray:
     """An array "on a GPU": NumPy's memory, which only the emulation above may touch."""
 
     def __init__(self, array: np.ndarray, device: int = 0):
-        self.array, self.device = array, device
+        self.array, self.device = np.asarray(array), device
 
     shape = property(lambda self: self.array.shape)
     dtype = property(lambda self: self.array.dtype)
@@ -345,11 +354,11 @@ class Fake:
     def broadcast(self, x, shape):
         return FakeArray(np.broadcast_to(x.array, shape), x.device)
 
+    def reshape(self, x, shape):
+        return FakeArray(x.array.reshape(shape), x.device)
+
     def permute(self, x, axes):
         return FakeArray(x.array.transpose(axes), x.device)
-
-    def view_bytes(self, x):
-        return FakeArray(x.array.view(np.uint8), x.device)
 
     def powers(self, e):
         return FakeArray(np.ldexp(np.float32(1), np.clip(e.array, -119, 120)).astype(np.float32), e.device)

@@ -335,7 +335,7 @@ def test_round_bf16(rng):
     ({"scale_rule": "te"}, ValueError, "nvfp4_exact has no scale rules"),
     ({"search": "quick"}, ValueError, "'quick' is not a search"),
     ({"nan": "ignore"}, ValueError, "'ignore' is not a policy"),
-    ({"rounding": "stochastic"}, ValueError, "rounding='stochastic'"),
+    ({"rounding": "up"}, ValueError, "'up' is not a rounding"),
     ({"stream": 7}, ValueError, "stream"),
     ({"out": np.zeros(3)}, TypeError, "out is a ndarray, but a QuantizedArray"),
 ])  # fmt: skip
