@@ -30,42 +30,66 @@ struct RowRules {
 
     __device__ RowRules(const fp4bf16_quantize_args& a, int64_t row, float amax, bool first) {
         const int64_t group = row / (a.mid * a.inner) * a.inner + row % a.inner;
-        outer = a.outer_given == nullptr ? outer_from_amax(rule(), amax)
-                                         : outer_from_scale(rule(), a.outer_given[group * a.outer_given_stride]);
-        if (first && a.outer_scale != nullptr && row / a.inner % a.mid == 0) a.outer_scale[group] = outer.decode;
+        outer = a.outer_given == nullptr
+                    ? outer_from_amax(rule(), amax)
+                    : outer_from_scale(rule(), a.outer_given[group * a.outer_given_stride]);
+        if (first && a.outer_scale != nullptr && row / a.inner % a.mid == 0)
+            a.outer_scale[group] = outer.decode;
     }
 
     __device__ Block operator()(const uint4& low, const uint4& high) const {
         const uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         float x[16];
-        for (int j = 0; j < 16; ++j) x[j] = bits_float(j % 2 ? pairs[j / 2] & 0xFFFF0000u : pairs[j / 2] << 16);
+        for (int j = 0; j < 16; ++j)
+            x[j] = bits_float(j % 2 ? pairs[j / 2] & 0xFFFF0000u : pairs[j / 2] << 16);
         Codes<16> c;
         int counts[kCounts] = {};
         quantize_block<16>(x, 16, rule(), outer, nullptr, 0, 0, false, &c, counts);
         uint32_t p[2] = {}, e[4] = {};
         for (int j = 0; j < 16; ++j) {
             p[j / 8] |= uint32_t{c.code[j]} << 4 * (j % 8);
-            e[j / 4] |= (kFormat == FP4BF16_FP8 ? c.code[j] : expanded_byte(c.code[j], c.byte)) << 8 * (j % 4);
+            e[j / 4] |= (kFormat == FP4BF16_FP8 ? c.code[j] : expanded_byte(c.code[j], c.byte))
+                        << 8 * (j % 4);
         }
         return {{p[0], p[1]}, {e[0], e[1], e[2], e[3]}, c.byte};
     }
 };
 
-// Stores a block that begins at `column` < kp of a row, or beyond (where all that is left is to zero `expanded`).
-template <typename Rules>
-__device__ inline void store(const Work& w, int64_t row, int64_t column, const Block& b) {
-    const fp4bf16_quantize_args& a = w.args;
-    if (a.expanded != nullptr && column < a.expanded_stride)
-        *reinterpret_cast<uint4*>(a.expanded + row * a.expanded_stride + column) = b.expanded;
-    if (column >= w.kp) return;
-    if (Rules::kOf == FP4BF16_FP8) {
-        if (a.packed != nullptr) *reinterpret_cast<uint4*>(a.packed + row * w.kp + column) = b.expanded;
-    } else {
-        if (a.packed != nullptr) *reinterpret_cast<uint2*>(a.packed + (row * w.kp + column) / 2) = b.packed;
-        if (a.block_scale != nullptr)
-            a.block_scale[(row * w.kp + column) / 16] = static_cast<uint8_t>(b.scale);
+// Where a row's blocks go; a result that is not wanted ends at column 0.
+struct Target {
+    uint8_t *expanded, *packed, *scale;
+    uint32_t expanded_end, packed_end, scale_end;  // columns
+
+    __device__ Target(const Work& w, int64_t row) {
+        const fp4bf16_quantize_args& a = w.args;
+        const bool inside = row < a.rows, fp8 = a.format == FP4BF16_FP8;
+        const int64_t boxes_end = int64_t{w.boxes} * kColumns;
+        expanded = keep(a.expanded + row * a.expanded_stride);
+        packed = keep(a.packed + (fp8 ? row * w.kp : row * w.kp / 2));
+        scale = keep(a.block_scale + row * w.kp / 16);
+        expanded_end =
+            inside && a.expanded != nullptr ? static_cast<uint32_t>(min(a.expanded_stride, boxes_end)) : 0;
+        packed_end = inside && a.packed != nullptr ? static_cast<uint32_t>(w.kp) : 0;
+        scale_end = inside && a.block_scale != nullptr && !fp8 ? static_cast<uint32_t>(w.kp) : 0;
     }
-}
+
+    template <typename Rules>
+    __device__ void store(uint32_t column, const Block& b) const {
+        constexpr bool kFp8 = Rules::kOf == FP4BF16_FP8;
+        if (Rules::kOf != FP4BF16_NVFP4 && column < expanded_end)
+            *reinterpret_cast<uint4*>(expanded + column) = b.expanded;
+        if (kFp8 && column < packed_end) *reinterpret_cast<uint4*>(packed + column) = b.expanded;
+        if (!kFp8 && column < packed_end) *reinterpret_cast<uint2*>(packed + column / 2) = b.packed;
+        if (!kFp8 && column < scale_end) scale[column / 16] = static_cast<uint8_t>(b.scale);
+    }
+
+    // In a register, or the compiler makes the address anew for every block.
+    __device__ static uint8_t* keep(uint8_t* pointer) {
+        size_t address = __cvta_generic_to_global(pointer);
+        asm volatile("" : "+l"(address));
+        return static_cast<uint8_t*>(__cvta_global_to_generic(address));
+    }
+};
 
 // ---- the quantising warps: a lane takes a block of 16, a warp 8 rows of a box
 template <int kRank, typename Rules>
@@ -80,16 +104,21 @@ __device__ inline void quantise(Shared<kRank>& s, const Work& w, const Part& par
         const int64_t i = int64_t{tile} * kRows + row;
         ptx::barrier_wait(&s.amax_full[n % 2], n / 2 & 1);
         uint32_t most = 0;
+#pragma unroll 1
         for (uint32_t c = 0; c < w.ctas; ++c) most = max(most, s.amax[n % 2][c][row]);
         __syncwarp();
         if (lane == 0) ptx::barrier_arrive(&s.amax_read[n % 2]);
 
         const bool inside = i < w.args.rows;
-        const Rules rules(w.args, inside ? i : 0, __uint_as_float(most), inside && part.rank + group + quarter == 0);
-        const uint32_t b0 = (done + group) % kGroups;  // boxes alternate between the groups
-        int64_t column = int64_t{part.first + static_cast<int>(b0)} * kColumns + 16 * quarter;
+        const Rules rules(w.args, inside ? i : 0, __uint_as_float(most),
+                          inside && part.rank + group + quarter == 0);
+        const Target target(w, i);
+        const int b0 = static_cast<int>((done + group) % kGroups);  // boxes alternate between the groups
+        uint32_t column = (part.first + b0) * kColumns + 16 * quarter;
+        const uint32_t end = (part.first + part.boxes) * kColumns;
         uint32_t slot = (done + b0) % S::kSlots, parity = (done + b0) / S::kSlots & 1;
-        for (int b = b0; b < part.boxes; b += kGroups, column += kGroups * kColumns) {
+#pragma unroll 1
+        for (; column < end; column += kGroups * kColumns) {
             wait(&s.x_full[slot], parity);
             const uint8_t* const box = s.x[slot];
             const uint4 low = *reinterpret_cast<const uint4*>(box + offset);
@@ -97,11 +126,13 @@ __device__ inline void quantise(Shared<kRank>& s, const Work& w, const Part& par
             __syncwarp();
             if (lane == 0) ptx::barrier_arrive(&s.x_empty[slot]);
             if ((slot += kGroups) >= S::kSlots) slot -= S::kSlots, parity ^= 1;
-            if (inside) store<Rules>(w, i, column, rules(low, high));
+            target.store<Rules>(column, rules(low, high));
         }
-        if (inside && w.args.expanded != nullptr && part.first + part.boxes == w.boxes && group == 0)
-            for (int64_t c = int64_t{w.boxes} * kColumns + 16 * quarter; c < w.args.expanded_stride; c += kColumns)
-                *reinterpret_cast<uint4*>(w.args.expanded + i * w.args.expanded_stride + c) = uint4{};
+        if (target.expanded_end > 0 && part.first + part.boxes == w.boxes && group == 0)
+#pragma unroll 1
+            for (int64_t c = int64_t{w.boxes} * kColumns + 16 * quarter; c < w.args.expanded_stride;
+                 c += kColumns)
+                *reinterpret_cast<uint4*>(target.expanded + c) = uint4{};
     }
 }
 
@@ -129,8 +160,10 @@ __device__ inline void begin(Shared<kRank>& s, const Work& w) {
         int64_t low = 0, high = w.args.outliers;
         while (low < high) {
             const int64_t middle = (low + high) / 2;
-            if (w.args.outlier_index[middle] < column) low = middle + 1;
-            else high = middle;
+            if (w.args.outlier_index[middle] < column)
+                low = middle + 1;
+            else
+                high = middle;
         }
         s.first_outlier[threadIdx.x] = static_cast<int>(low);
     }
@@ -175,7 +208,8 @@ uint32_t ctas_for(int64_t boxes) {
 }
 
 template <int kRank, typename Rules>
-fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap& down_map, cudaStream_t stream) {
+fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap& down_map,
+                      cudaStream_t stream) {
     static int known[kDevices][kMostCtas + 1] = {};  // clusters that run at once
     constexpr int kBytes = sizeof(Shared<kRank>);
     static_assert(kBytes <= 227 * 1024, "a CTA of sm_90 has at most 227 KB of shared memory");
@@ -211,7 +245,9 @@ fp4bf16_status launch_for_rank(const Work& w, const CUtensorMap& x_map, const CU
                              : launch<128, Rules>(w, x_map, down_map, stream);
 }
 
-bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+bool aligned(const void* pointer, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
 
 // Results take the stores of a whole block.
 bool stores_fit(const fp4bf16_quantize_args& a) {
@@ -224,13 +260,14 @@ bool stores_fit(const fp4bf16_quantize_args& a) {
 
 bool branch_takes(const fp4bf16_quantize_args& a) {
     int major = 0, minor = 0;
-    const bool te = a.format == FP4BF16_NVFP4 && (a.rule == FP4BF16_RULE_DEFAULT || a.rule == FP4BF16_RULE_TE);
+    const bool te =
+        a.format == FP4BF16_NVFP4 && (a.rule == FP4BF16_RULE_DEFAULT || a.rule == FP4BF16_RULE_TE);
     return a.rank >= 1 && a.rank <= 128 && a.dtype == FP4BF16_BFLOAT16 && a.rounding == FP4BF16_NEAREST &&
            (te || a.format == FP4BF16_NVFP4_EXACT || a.format == FP4BF16_FP8) &&
-           (a.outer_given != nullptr || a.mid == 1) && a.sums == nullptr && a.counts == nullptr && a.rows > 0 &&
-           a.rows < INT32_MAX - kRows && a.k_size > 0 && boxes_of(a) <= kMostBoxes * kMostCtas && a.after == 1 &&
-           a.k_stride == 1 && a.x_stride % 8 == 0 && aligned(a.x, 16) && a.down_stride % 8 == 0 &&
-           aligned(a.down_t, 16) && stores_fit(a) &&
+           (a.outer_given != nullptr || a.mid == 1) && a.sums == nullptr && a.counts == nullptr &&
+           a.rows > 0 && a.rows < INT32_MAX - kRows && a.k_size > 0 &&
+           boxes_of(a) <= kMostBoxes * kMostCtas && a.after == 1 && a.k_stride == 1 && a.x_stride % 8 == 0 &&
+           aligned(a.x, 16) && a.down_stride % 8 == 0 && aligned(a.down_t, 16) && stores_fit(a) &&
            compute_capability("quantize", &major, &minor) == FP4BF16_OK && major == 9 && minor == 0;
 }
 
@@ -245,7 +282,8 @@ fp4bf16_status quantize_branch(const fp4bf16_quantize_args& a, cudaStream_t stre
     w.ctas = ctas_for(w.boxes);
     w.cta_boxes = static_cast<int>(ceil_div(w.boxes, w.ctas));
     CUtensorMap x_map, down_map;
-    FP4BF16_TRY(make_tensor_map("quantize", "x", a.x, 2, {a.k_size, a.rows, 1, a.x_stride, 0, kColumns, kRows}, &x_map));
+    FP4BF16_TRY(make_tensor_map("quantize", "x", a.x, 2,
+                                {a.k_size, a.rows, 1, a.x_stride, 0, kColumns, kRows}, &x_map));
     FP4BF16_TRY(make_tensor_map("quantize", "down_t", a.down_t, 2,
                                 {a.k_size, a.rank, 1, a.down_stride, 0, kColumns, a.rank <= 64 ? 64 : 128},
                                 &down_map));
@@ -254,7 +292,8 @@ fp4bf16_status quantize_branch(const fp4bf16_quantize_args& a, cudaStream_t stre
     if (a.format == FP4BF16_NVFP4)
         return launch_for_rank<RowRules<FP4BF16_NVFP4, FP4BF16_SEARCH_FULL>>(w, x_map, down_map, stream);
     if (a.search == FP4BF16_SEARCH_FULL)
-        return launch_for_rank<RowRules<FP4BF16_NVFP4_EXACT, FP4BF16_SEARCH_FULL>>(w, x_map, down_map, stream);
+        return launch_for_rank<RowRules<FP4BF16_NVFP4_EXACT, FP4BF16_SEARCH_FULL>>(w, x_map, down_map,
+                                                                                   stream);
     return launch_for_rank<RowRules<FP4BF16_NVFP4_EXACT, FP4BF16_SEARCH_FAST>>(w, x_map, down_map, stream);
 }
 

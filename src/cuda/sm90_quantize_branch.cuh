@@ -2,12 +2,14 @@
 // T = x D, D (k, rank) being the down projection of a low-rank branch.
 //
 // A cluster of CTAs takes 64 rows at a time, each CTA a fixed range of at most 16 * 64 columns. In a CTA
-//     warp 20          copies boxes of 64 x 64 elements into a ring of shared memory (21 to 23 only give registers)
-//     warps 0..3       multiply each box by the matching (rank, 64) slice of D^T on the tensor cores and, while
-//                      these work, take the amax of its rows; at the end of a tile they send the amax to every
-//                      CTA of the cluster and the partial sums of T to the CTA that adds them up
+//     warp 20          copies boxes of 64 x 64 elements into a ring of shared memory (21 to 23 only give
+//     registers) warps 0..3       multiply each box by the matching (rank, 64) slice of D^T on the tensor
+//     cores and, while
+//                      these work, take the amax of its rows; at the end of a tile they send the amax to
+//                      every CTA of the cluster and the partial sums of T to the CTA that adds them up
 //     warps 4..19      quantise the boxes, once the amax of the whole row is known, and free them
-// so that the first five warps run up to a tile ahead of the others, which never wait for them in the long run.
+// so that the first five warps run up to a tile ahead of the others, which never wait for them in the long
+// run.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +27,8 @@ constexpr int kMostBoxes = 16, kMostCtas = 8;  // boxes of a tile in a CTA, CTAs
 constexpr int kMathWarps = 4, kQuantWarps = 16;
 constexpr int kCtaThreads = 32 * (kMathWarps + kQuantWarps + 4);
 constexpr int kMathRegisters = 104, kQuantRegisters = 88, kCopyRegisters = 24;  // 80 a thread at the start
-static_assert(4 * kMathRegisters + 16 * kQuantRegisters + 4 * kCopyRegisters <= 24 * 80, "more than there are");
+static_assert(4 * kMathRegisters + 16 * kQuantRegisters + 4 * kCopyRegisters <= 24 * 80,
+              "more than there are");
 constexpr int kGroups = kQuantWarps / 8;  // eight warps take a box
 
 template <int kRank>
@@ -34,10 +37,10 @@ struct Shared {
     static constexpr int kDownSlots = 3;
     static constexpr int kPitch = kRank + 8;  // floats; keeps the rows of a fragment in different banks
 
-    alignas(1024) uint8_t x[kSlots][kBoxBytes];         // (64, 64) BF16, 128-byte swizzle
+    alignas(1024) uint8_t x[kSlots][kBoxBytes];           // (64, 64) BF16, 128-byte swizzle
     alignas(1024) uint8_t down[kDownSlots][kRank * 128];  // (rank, 64) BF16, 128-byte swizzle
-    float partial[kRows * kPitch];                      // (CTAs, 64 / CTAs, rank): T of my rows, from every CTA
-    uint32_t amax[2][kMostCtas][kRows];        // FP32 bits
+    float partial[kRows * kPitch];       // (CTAs, 64 / CTAs, rank): T of my rows, from every CTA
+    uint32_t amax[2][kMostCtas][kRows];  // FP32 bits
     uint64_t x_full[kSlots], x_empty[kSlots], down_full[kDownSlots], down_empty[kDownSlots];
     uint64_t amax_full[2], amax_read[2], partial_full;
     int first_outlier[kMostBoxes + 1];  // of a box: index into outlier_index
@@ -46,9 +49,9 @@ struct Shared {
 // What a launch works on.
 struct Work {
     fp4bf16_quantize_args args;
-    int64_t kp;                 // k_size padded to blocks
+    int64_t kp;                   // k_size padded to blocks
     int tiles, boxes, cta_boxes;  // of 64 rows; of a row of tiles, whole and in a CTA
-    uint32_t ctas;              // of a cluster
+    uint32_t ctas;                // of a cluster
 };
 
 // A CTA's part of it.
@@ -84,24 +87,30 @@ __device__ inline void wait(uint64_t* barrier, uint32_t parity) {
 // ---- shared memory of other CTAs
 __device__ inline uint32_t address_at(const void* pointer, uint32_t rank) {
     uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(ptx::shared_address(pointer)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(address)
+        : "r"(ptx::shared_address(pointer)), "r"(rank));
     return address;
 }
 
 // Stores to another CTA; its bytes are counted by `barrier` of that CTA.
 __device__ inline void store_at(uint32_t address, uint32_t value, uint32_t barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
-                 "r"(value), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
+        "r"(value), "r"(barrier)
+        : "memory");
 }
 __device__ inline void store_at(uint32_t address, float x, float y, uint32_t barrier) {
     asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+            address),
         "f"(x), "f"(y), "r"(barrier)
         : "memory");
 }
 
-__device__ inline void sync_math_warps() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kMathWarps) : "memory"); }
+__device__ inline void sync_math_warps() {
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * kMathWarps) : "memory");
+}
 
 // ---- amax of BF16 pairs, as bits: those of magnitudes sort as integers
 constexpr uint32_t kMagnitudes = 0x7FFF7FFFu;
@@ -112,7 +121,9 @@ __device__ inline uint32_t max_magnitudes(uint32_t a, uint32_t b) {  // the sign
 }
 
 // Offset in a box of 16 bytes: eight elements of a row.
-__device__ inline uint32_t chunk(uint32_t row, uint32_t index) { return row * 128 + ((index ^ (row & 7)) * 16); }
+__device__ inline uint32_t chunk(uint32_t row, uint32_t index) {
+    return row * 128 + ((index ^ (row & 7)) * 16);
+}
 
 // The largest finite magnitudes of 32 elements of a row, even and odd ones apart.
 __device__ inline uint32_t row_amax(const uint8_t* box, uint32_t row, uint32_t half) {
@@ -149,7 +160,8 @@ __device__ inline void copy(Shared<kRank>& s, const CUtensorMap& x_map, const Wo
 
 // ---- the multiplying warps
 // Outliers of a box go to `hidden`, and zero takes their place.
-__device__ inline void take_outliers(uint8_t* box, const Work& w, int64_t row0, int column0, int begin, int end) {
+__device__ inline void take_outliers(uint8_t* box, const Work& w, int64_t row0, int column0, int begin,
+                                     int end) {
     const uint32_t row = threadIdx.x % kRows;
     for (int i = begin + static_cast<int>(threadIdx.x) / kRows; i < end; i += 32 * kMathWarps / kRows) {
         const uint32_t column = static_cast<uint32_t>(w.args.outlier_index[i] - column0);
@@ -163,10 +175,12 @@ __device__ inline void take_outliers(uint8_t* box, const Work& w, int64_t row0, 
 }
 
 // The amax of this CTA's rows goes to every CTA of the cluster; returns once that of all CTAs is here. Two
-// buffers are enough: what this overwrites, that of tile n - 2, every CTA has read, since each waits here for its
-// quantising warps to have read n - 2 before it sends n - 1, and n is not sent before all n - 1 have come.
+// buffers are enough: what this overwrites, that of tile n - 2, every CTA has read, since each waits here for
+// its quantising warps to have read n - 2 before it sends n - 1, and n is not sent before all n - 1 have
+// come.
 template <int kRank>
-__device__ inline void send_amax(Shared<kRank>& s, const Work& w, const Part& part, uint32_t n, uint32_t most) {
+__device__ inline void send_amax(Shared<kRank>& s, const Work& w, const Part& part, uint32_t n,
+                                 uint32_t most) {
     const uint32_t row = threadIdx.x / 2, half = threadIdx.x % 2, now = n % 2;
     most = max(most & 0xFFFF, most >> 16);
     most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
@@ -177,8 +191,8 @@ __device__ inline void send_amax(Shared<kRank>& s, const Work& w, const Part& pa
     ptx::barrier_wait(&s.amax_full[now], n / 2 & 1);
 }
 
-// The partial sums of T go to the CTA that adds up their row. That one is done with the tile before: it has sent
-// its amax of this tile.
+// The partial sums of T go to the CTA that adds up their row. That one is done with the tile before: it has
+// sent its amax of this tile.
 template <int kRank>
 __device__ inline void send_partial(Shared<kRank>& s, const Work& w, const Part& part,
                                     const float (&d)[kRank / 64][32]) {
@@ -188,10 +202,12 @@ __device__ inline void send_partial(Shared<kRank>& s, const Work& w, const Part&
     for (uint32_t lower = 0; lower < 2; ++lower) {
         const uint32_t row = threadIdx.x / 32 * 16 + lane / 4 + 8 * lower, owner = row / rows;
         const uint32_t index = (part.rank * rows + row % rows) * Shared<kRank>::kPitch + 2 * (lane % 4);
-        const uint32_t to = address_at(&s.partial[index], owner), barrier = address_at(&s.partial_full, owner);
+        const uint32_t to = address_at(&s.partial[index], owner),
+                       barrier = address_at(&s.partial_full, owner);
 #pragma unroll
         for (uint32_t j = 0; j < kRank / 8; ++j)
-            store_at(to + 32 * j, d[j / 8][j % 8 * 4 + 2 * lower], d[j / 8][j % 8 * 4 + 2 * lower + 1], barrier);
+            store_at(to + 32 * j, d[j / 8][j % 8 * 4 + 2 * lower], d[j / 8][j % 8 * 4 + 2 * lower + 1],
+                     barrier);
     }
 }
 
@@ -199,13 +215,15 @@ __device__ inline void send_partial(Shared<kRank>& s, const Work& w, const Part&
 template <int kRank>
 __device__ inline void finish_rows(const Shared<kRank>& s, const Work& w, const Part& part, int64_t row0) {
     const uint32_t rows = kRows / w.ctas;
-    auto* const hidden = static_cast<__nv_bfloat16*>(w.args.hidden) + (row0 + part.rank * rows) * w.args.hidden_stride;
+    auto* const hidden =
+        static_cast<__nv_bfloat16*>(w.args.hidden) + (row0 + part.rank * rows) * w.args.hidden_stride;
     const int64_t left = w.args.rows - row0 - part.rank * rows;
     for (uint32_t i = threadIdx.x; i < rows * kRank; i += 32 * kMathWarps) {
         const uint32_t row = i / kRank, column = i % kRank;
         if (row >= left || column >= w.args.rank) continue;
         float sum = 0.0f;
-        for (uint32_t c = 0; c < w.ctas; ++c) sum += s.partial[(c * rows + row) * Shared<kRank>::kPitch + column];
+        for (uint32_t c = 0; c < w.ctas; ++c)
+            sum += s.partial[(c * rows + row) * Shared<kRank>::kPitch + column];
         hidden[row * w.args.hidden_stride + column] = __float2bfloat16_rn(sum);
     }
     const int64_t used = w.args.rank + w.args.outliers;
@@ -215,7 +233,8 @@ __device__ inline void finish_rows(const Shared<kRank>& s, const Work& w, const 
 }
 
 template <int kRank>
-__device__ inline void multiply(Shared<kRank>& s, const CUtensorMap& down_map, const Work& w, const Part& part) {
+__device__ inline void multiply(Shared<kRank>& s, const CUtensorMap& down_map, const Work& w,
+                                const Part& part) {
     using S = Shared<kRank>;
     const uint32_t thread = threadIdx.x, row = thread / 2, half = thread % 2;
     const uint32_t mine = part.tile < w.tiles ? (w.tiles - 1 - part.tile) / part.step + 1 : 0;  // tiles
@@ -223,14 +242,15 @@ __device__ inline void multiply(Shared<kRank>& s, const CUtensorMap& down_map, c
     const auto copy_down = [&](uint32_t g) {  // slice of D^T for the g-th box of this CTA
         uint64_t* const full = &s.down_full[g % S::kDownSlots];
         ptx::barrier_arrive_expect_bytes(full, kRank * 128);
-        ptx::copy_box(s.down[g % S::kDownSlots], &down_map, full, (part.first + g % part.boxes) * kColumns, 0, 0);
+        ptx::copy_box(s.down[g % S::kDownSlots], &down_map, full, (part.first + g % part.boxes) * kColumns, 0,
+                      0);
     };
     if (thread == 0)
         for (uint32_t g = 0; g < min(total, uint32_t{S::kDownSlots}); ++g) copy_down(g);
     __syncwarp();
 
     float d[kRank / 64][32];  // (64, rank) over the warpgroup
-    uint32_t g = 0;      // boxes done
+    uint32_t g = 0;           // boxes done
     for (uint32_t n = 0; n < mine; ++n) {
         const int64_t row0 = int64_t{part.tile + static_cast<int>(n) * part.step} * kRows;
         uint32_t most = 0;
