@@ -7,11 +7,11 @@ Needs ncu, PyTorch and a GPU. ncu empties the L2 cache before each kernel and re
 
 - 32768 x 3072 x 768: the result (201 MB) is several times the L2 cache, so most of it must go to memory while
   the kernel runs; a second read or write of it would nearly double the number. Held to 1.1 times.
-- 4096 x 4096 x 4096: operands that are used 16 and 32 times over. The result may still lie in the L2 cache when
-  the counter is read, so here the bytes read are held to 1.1 times the operands.
+- 4096 x 4096 x 4096: operands that are used 16 and 32 times over. The result may still lie in the L2 cache
+  when the counter is read, so here the bytes read are held to 1.1 times the operands.
 
-Beside each stands the same result from an FP4 product and a BF16 product added to it. Exit 1 above a limit, or
-where the dual product is not one kernel.
+Beside each stands the same result from an FP4 product and a BF16 product added to it. Exit 1 above a limit,
+or where the dual product is not one kernel.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def parse(text: str) -> list[list[dict]]:
 def profile() -> list[list[dict]]:
     """The kernels of each product, in the order of SHAPES and HOW."""
     ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
-    command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
-    command += ["--metrics", ",".join(METRICS), sys.executable, __file__, "--child"]
+    command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+    command += ["--print-units", "base", "--metrics", ",".join(METRICS), sys.executable, __file__, "--child"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     products = [] if done.returncode else parse(done.stdout)
     if len(products) != len(SHAPES) * len(HOW):
