@@ -199,12 +199,17 @@ class Torch:
 
 
 class Cupy:
-    """What is asked of CuPy. Its bfloat16 is ml_dtypes' (CuPy 14 and later; older ones have none)."""
+    """What is asked of CuPy. Its bfloat16 is ml_dtypes' (CuPy 14 and later; older ones have none).
+
+    CuPy's pool hands out again what is freed during a graph capture, although the graph goes on using it at
+    every replay (PyTorch keeps a pool for each graph). What is made on a stream under capture is therefore
+    kept in `held`, for the life of the process.
+    """
 
     name = "cupy"
 
     def __init__(self, cupy: Any):
-        self.cupy = cupy
+        self.cupy, self.held = cupy, []
         self.current_device = cupy.cuda.runtime.getDevice
 
     @staticmethod
@@ -229,13 +234,19 @@ class Cupy:
         strides = tuple([s // size for s in x.strides])
         return DeviceArray(memory.ptr, x.shape, strides, dtype, memory.device_id, "cupy", x, name)
 
+    def _kept(self, x: Any) -> Any:
+        stream = self.cupy.cuda.get_current_stream()
+        if stream.ptr > 1 and stream.is_capturing():
+            self.held.append(x)
+        return x
+
     def _make(self, function: Any, dtype: str, like: DeviceArray, *args: Any) -> Any:
         kind = BFLOAT16 if dtype == "bfloat16" else dtype
         try:
             if self.current_device() == like.device:
-                return function(*args, dtype=kind)
+                return self._kept(function(*args, dtype=kind))
             with self.cupy.cuda.Device(like.device):
-                return function(*args, dtype=kind)
+                return self._kept(function(*args, dtype=kind))
         except (TypeError, ValueError) as error:
             if dtype != "bfloat16":
                 raise
@@ -249,13 +260,13 @@ class Cupy:
         return self._make(self.cupy.full, dtype, like, shape, value)
 
     def astype(self, x: Any, dtype: str) -> Any:
-        return x.astype(BFLOAT16 if dtype == "bfloat16" else dtype)
+        return self._kept(x.astype(BFLOAT16 if dtype == "bfloat16" else dtype))
 
     def contiguous(self, x: Any) -> Any:
-        return self.cupy.ascontiguousarray(x)
+        return self._kept(self.cupy.ascontiguousarray(x))
 
     def copy(self, x: Any) -> Any:
-        return x.copy(order="C")
+        return self._kept(x.copy(order="C"))
 
     def assign(self, target: Any, source: Any) -> None:
         target[...] = source
@@ -271,7 +282,7 @@ class Cupy:
 
     def powers(self, e: Any) -> Any:
         e = e.astype(np.int32).clip(-119, 120)
-        return ((e + np.int32(127)) << np.int32(23)).view(np.float32)
+        return self._kept(((e + np.int32(127)) << np.int32(23)).view(np.float32))
 
     def from_host(self, array: np.ndarray, like: DeviceArray) -> Any:
         with self.cupy.cuda.Device(like.device):
