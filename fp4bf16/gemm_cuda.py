@@ -124,6 +124,15 @@ def bf16_side(arg: Arg, right: bool, stream: int) -> Matrices:
     return kernels.bf16(x, stream)
 
 
+def decoded_side(q: QuantizedArray, right: bool, stream: int) -> Matrices:
+    """A quantised operand decoded to BF16; one outer scale for all of it stays apart, as `scale`."""
+    outer = None if q.outer_scale is None else device.operand(q.outer_scale, "outer_scale")
+    if outer is None or outer.size != 1 or q.format.name != "nvfp4":
+        return dense(q, right, stream)
+    array, strides = _decoded(q, "bfloat16", False, stream)
+    return _logical(q, array, strides, q.k, outer, right)
+
+
 def fp4_sides(a: Arg, b: Arg, fmt: Format, stream: int, **branch) -> tuple[Matrices, Matrices]:
     """The operands of the FP4 track: E4M3 bytes where both formats expand, else BF16, outer scales apart.
 
@@ -138,7 +147,8 @@ def fp4_sides(a: Arg, b: Arg, fmt: Format, stream: int, **branch) -> tuple[Matri
         else:
             search, extra = ("full", {}) if right else ("fast", branch)
             x = _plain(arg.array, right)
-            sides.append(kernels.quantized(x, fmt, search, stream, expand=exact, **extra))
+            kind = "expanded" if exact else "codes"
+            sides.append(kernels.quantized(x, fmt, search, stream, kind, **extra))
     return tuple(sides)
 
 
@@ -158,6 +168,15 @@ def _storable(x: Matrices) -> bool:
     if x.array.dtype not in kernels.DTYPES or (x.k_stride != 1 and x.k > 1) or min(x.steps, default=0) < 0:
         return False
     return x.rows <= 1 or x.row_stride >= x.k
+
+
+def writable(d: DeviceArray, row: bool, column: bool) -> Matrices:
+    """What the kernel writes: `d`, or new memory that is to be copied to it."""
+    x = result_matrices(d, row, column)
+    if _storable(x):
+        return x
+    dtype = "float32" if d.dtype == "float64" else d.dtype
+    return result_matrices(device.empty(d.shape, dtype, like=d), row, column)
 
 
 def multiply(d: Matrices, stream: int, four=None, sixteen=None, finish: Finish | None = None) -> None:
@@ -271,14 +290,6 @@ class Call:
             )
         return Finish(bias, self.activation, residual, 1.0, accumulate)
 
-    def target(self) -> Matrices:
-        """What the kernel writes: the result, or memory from which `store` copies it."""
-        d = result_matrices(self.d, *self.full)
-        if _storable(d):
-            return d
-        dtype = "float32" if self.d.dtype == "float64" else self.d.dtype
-        return result_matrices(device.empty(self.d.shape, dtype, like=self.d), *self.full)
-
     def store(self, target: DeviceArray) -> Any:
         if target is not self.d:
             device.assign(self.d, target)
@@ -292,7 +303,7 @@ def matmul(op, a: Arg, b: Arg, weight, track, fmt, shape, dtype, epilogue, certi
     with device.ordered(op, stream, [a.place, b.place]) as handle:
         if track == "reference":
             return call.store(_reference(call, handle))
-        target, finish = call.target(), call.finish(handle, accumulate)
+        target, finish = writable(call.d, *call.full), call.finish(handle, accumulate)
         if track == "bf16":
             pair = bf16_side(a, False, handle), bf16_side(b, True, handle)
             multiply(target, handle, None, pair, finish)

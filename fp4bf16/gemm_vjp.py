@@ -27,6 +27,7 @@ from .operands import (
     left_matrix,
     linear_weight,
     memory_of,
+    on_device,
     part_of_dual,
     right_matrix,
     shapes,
@@ -43,12 +44,12 @@ def _unbroadcast(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return gradient.sum(stretched, keepdims=True) if stretched else gradient
 
 
-class _Backward:
+class Backward:
     """What one backward call multiplies: checked operands, the track, and which form of a and b it uses."""
 
     def __init__(self, op, g, a: Arg, b: Arg, track, save, backward, format, stream=None):
-        check_stream(op, stream)
-        self.op, self.g, self.a, self.b = op, as_arg(g, "g"), a, b
+        self.op, self.g, self.a, self.b = op, as_arg(g, "g") if not isinstance(g, Arg) else g, a, b
+        self.place(stream)
         if self.g.array is None:
             raise TypeError(f"{op}: g is a {type(g).__name__}, but a gradient is a plain float array")
         for name, value, known in (
@@ -64,8 +65,6 @@ class _Backward:
                 f"{op}: g has shape {self.g.shape} but the product of {a.name} {a.shape} and {b.name} "
                 f"{b.shape} has shape {shape}; pass the gradient of that product"
             )
-        self.framework = check_frameworks(op, [self.g, a, b])
-        self.kernels = backend_for(a, b)
         self.rounding = self.track != "reference"
         quantized = self.track in ("fp4", "dual")
         self.track_a = "bf16" if quantized and save == "bf16" else self.track
@@ -81,8 +80,19 @@ class _Backward:
             )
         check_axis(op, a, False, self.track)
         check_axis(op, self.used_b, True, self.track_b)
-        m, n = a.shape[-2] if len(a.shape) > 1 else 1, b.shape[-1] if len(b.shape) > 1 else 1
+        self.prepare(a.shape[-2] if len(a.shape) > 1 else 1, b.shape[-1] if len(b.shape) > 1 else 1)
+
+    def place(self, stream: Any) -> None:
+        """Where it is computed: checks that the operands belong together."""
+        check_stream(self.op, stream)
+        self.kernels = backend_for(self.a, self.b)
+
+    def prepare(self, m: int, n: int) -> None:
+        self.framework = check_frameworks(self.op, [self.g, self.a, self.b])
         self.full = self.g.array.reshape(*self.lead, m, n)
+
+    def outputs(self, out: Any, names: tuple[str, ...]) -> tuple:
+        return outputs(self.op, out, names)
 
     def g_rows(self):
         rows = self.full.reshape(math.prod(self.full.shape[:-1]), self.full.shape[-1])
@@ -98,6 +108,13 @@ class _Backward:
         shape, used = arg.shape if shape is None else shape, memory_of(self.g, self.a, self.b)
         target, result = output(self.op, out, shape, dtype, self.framework, used)
         return target if target.flags.c_contiguous else np.empty(shape, dtype), target, result
+
+    def dbias(self, out: Any = None) -> Any:
+        """Sum of the rounded g over all its rows."""
+        rows = self.g_rows().whole()
+        _, dbias, result = self.result(self.g, rows.shape[-1:], out)
+        dbias[...] = rows.sum(0)
+        return result
 
     def masked(self) -> Arg:
         """a as the FP4 products saw it: on the dual track without the outlier columns."""
@@ -162,12 +179,36 @@ class _Backward:
             self.kernels.product(self.kernels.plain_matrix(columns, rounding=True).T, self.g_rows(), part)
             target[index] = part
 
+    def branch_gradients(self, w: DualWeight) -> tuple[Any, Any]:
+        """(ddown, dup) of `branch_vjp`."""
+        kernels, rank = self.kernels, w.rank
+        _, hidden, _ = branch(kernels, self.a, w)
+        _, up = w.branch_factors()
+        through = kernels.plain_matrix(self._through(up[:rank]), rounding=False)
+        ddown, _, down_result = self.result(self.b, (w.shape[0], rank))
+        dup, _, up_result = self.result(self.b, (rank, w.shape[1]))
+        left = left_matrix(kernels, self.masked(), self.track_a, self.fmt)
+        kernels.product(left.T, through, ddown)
+        ddown[w.outlier_index] = 0
+        kernels.product(kernels.plain_matrix(hidden[:, :rank], rounding=False).T, self.g_rows(), dup)
+        return down_result, up_result
+
     def _batched(self, x, y, array, shape) -> None:
         """array = x @ y summed over the broadcast axes."""
         lead = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
         full = np.empty((*lead, x.shape[-2], y.shape[-1]), np.result_type(x, y))
         self.kernels.batched(x, y, full)
         array[...] = _unbroadcast(full, shape or array.shape).reshape(array.shape)
+
+
+def _backward(op, g, a: Arg, b: Arg, *options) -> Any:
+    """`Backward` for where the operands lie."""
+    g = as_arg(g, "g")
+    if on_device(g, a, b):
+        from .gemm_vjp_cuda import DeviceBackward
+
+        return DeviceBackward(op, g, a, b, *options)
+    return Backward(op, g, a, b, *options)
 
 
 def matmul_vjp(
@@ -206,8 +247,8 @@ def matmul_vjp(
     >>> float(da[0, 0]), float(db[0, 0])
     (3.0, 2.0)
     """
-    call = _Backward("matmul_vjp", g, as_arg(a, "a"), as_arg(b, "b"), track, save, backward, format, stream)
-    out = outputs("matmul_vjp", out, ("da", "db"))
+    call = _backward("matmul_vjp", g, as_arg(a, "a"), as_arg(b, "b"), track, save, backward, format, stream)
+    out = call.outputs(out, ("da", "db"))
     return call.grad_a(out[0]), call.grad_b(out[1])
 
 
@@ -236,12 +277,10 @@ def linear_vjp(
     """
     x = as_arg(x, "x")
     w = linear_weight("linear_vjp", x, weight)
-    call = _Backward("linear_vjp", g, x, w, track, save, backward, format, stream)
-    out = outputs("linear_vjp", out, ("dx", "dweight", "dbias"))
-    rows = call.g_rows().whole()
-    _, dbias, result = call.result(call.g, rows.shape[-1:], out[2])
-    dbias[...] = rows.sum(0)
-    return call.grad_a(out[0]), call.grad_b(out[1], not isinstance(weight, DualWeight)), result
+    call = _backward("linear_vjp", g, x, w, track, save, backward, format, stream)
+    out = call.outputs(out, ("dx", "dweight", "dbias"))
+    dbias = call.dbias(out[2])
+    return call.grad_a(out[0]), call.grad_b(out[1], not isinstance(weight, DualWeight)), dbias
 
 
 def branch_vjp(g: Any, a: Any, w: DualWeight, *, save: str = "fp4"):
@@ -257,15 +296,5 @@ def branch_vjp(g: Any, a: Any, w: DualWeight, *, save: str = "fp4"):
     >>> ddown.shape, dup.shape
     ((16, 4), (4, 8))
     """
-    call = _Backward("branch_vjp", g, as_arg(a, "a"), as_arg(w, "w"), "dual", save, "track", None)
-    kernels, rank = call.kernels, w.rank
-    _, hidden, _ = branch(kernels, call.a, w)
-    _, up = w.branch_factors()
-    through = kernels.plain_matrix(call._through(up[:rank]), rounding=False)
-    ddown, _, down_result = call.result(call.b, (w.shape[0], rank))
-    dup, _, up_result = call.result(call.b, (rank, w.shape[1]))
-    left = left_matrix(kernels, call.masked(), call.track_a, call.fmt)
-    kernels.product(left.T, through, ddown)
-    ddown[w.outlier_index] = 0
-    kernels.product(kernels.plain_matrix(hidden[:, :rank], rounding=False).T, call.g_rows(), dup)
-    return down_result, up_result
+    call = _backward("branch_vjp", g, as_arg(a, "a"), as_arg(w, "w"), "dual", save, "track", None)
+    return call.branch_gradients(w)

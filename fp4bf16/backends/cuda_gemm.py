@@ -377,16 +377,18 @@ def quantize(x: Matrices, fmt: Format, search: str, stream: int, **fields) -> No
     device.call("quantize", args, stream)
 
 
-def quantized(x: Matrices, fmt: Format, search: str, stream: int, expand: bool, **fields) -> Matrices:
-    """The rows of `x` quantised on the fly: E4M3 bytes if `expand`, else BF16 numbers, with the outer scales
-    as `scale`. `fields`: of the low-rank branch.
+def quantized(x: Matrices, fmt: Format, search: str, stream: int, kind: str, **fields) -> Matrices:
+    """The rows of `x` quantised on the fly, in one of three kinds; `fields`: of the low-rank branch.
+
+    "expanded": E4M3 bytes, the outer scales as `scale`. "codes": BF16 numbers, the same. "values": BF16
+    numbers with the outer scales of the rows in them; only one for the whole tensor stays apart.
     """
     rows, like = x.count * x.rows, x.array
     groups = 1 if fmt.default_outer == "tensor" else rows
     outer = None if fmt.default_outer is None else device.empty((groups,), "float32", like=like)
     if outer is not None:
         fields["outer_scale"] = outer.address
-    if expand:
+    if kind == "expanded":
         width = round_up(x.k, 16)
         array = device.empty((rows, width), "uint8", like=like)
         quantize(x, fmt, search, stream, expanded=array.address, expanded_stride=width, **fields)
@@ -399,8 +401,9 @@ def quantized(x: Matrices, fmt: Format, search: str, stream: int, expand: bool, 
             block = device.empty((rows, kp // fmt.block), "uint8", like=like)
             fields["block_scale"] = block.address
         quantize(x, fmt, search, stream, packed=packed.address, **fields)
-        array = decoded(fmt, packed, block, None, rows, x.k, "bfloat16", stream)
-        k, width = x.k, array.shape[1]
+        inside = outer if kind == "values" and fmt.default_outer == "row" else None
+        array = decoded(fmt, packed, block, inside, rows, x.k, "bfloat16", stream)
+        k, width, outer = x.k, array.shape[1], None if inside is not None else outer
     each = tuple(math.prod(x.lead[i + 1 :]) * x.rows for i in range(len(x.lead)))
     one = groups == 1 and rows != 1
     return Matrices(

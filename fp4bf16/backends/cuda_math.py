@@ -58,6 +58,9 @@ class Arrays:
     def zero_rows(self, x, index) -> None:
         x[index] = 0
 
+    def put(self, x, axis: int, index, value) -> None:
+        x[(slice(None),) * (x.ndim + axis) + (index,)] = value.astype(x.dtype)
+
 
 class TorchArrays(Arrays):
     def silu(self, y):
@@ -74,6 +77,9 @@ class TorchArrays(Arrays):
 
     def zero_rows(self, x, index) -> None:
         x.index_fill_(0, index, 0)
+
+    def put(self, x, axis: int, index, value) -> None:
+        x.index_copy_(axis, index, value.to(x.dtype))
 
 
 _KNOWN: dict[str, Arrays] = {}
@@ -128,6 +134,19 @@ def part(x: DeviceArray, *index: Any) -> DeviceArray:
 def zero_rows(x: DeviceArray, index: DeviceArray) -> None:
     xp = of(x)
     xp.zero_rows(xp.raw(x), xp.raw(index))
+
+
+def put_columns(x: DeviceArray, index: DeviceArray, value: DeviceArray) -> None:
+    """x[..., index] = value, whose rows are those of x flattened."""
+    xp = of(x)
+    value = reshaped(value, (*x.shape[:-1], value.shape[-1]))
+    xp.put(xp.raw(x), -1, xp.raw(index), xp.raw(value))
+
+
+def put_rows(x: DeviceArray, index: DeviceArray, value: DeviceArray) -> None:
+    """x[index] = value of a matrix."""
+    xp = of(x)
+    xp.put(xp.raw(x), -2, xp.raw(index), xp.raw(value))
 
 
 def not_finite(x: DeviceArray) -> int:
