@@ -116,16 +116,16 @@ __device__ inline void quantise(Shared<kRank>& s, const Work& w, const Part& par
         const int b0 = static_cast<int>((done + group) % kGroups);  // boxes alternate between the groups
         uint32_t column = (part.first + b0) * kColumns + 16 * quarter;
         const uint32_t end = (part.first + part.boxes) * kColumns;
-        uint32_t slot = (done + b0) % S::kSlots, parity = (done + b0) / S::kSlots & 1;
+        Ring<S::kSlots> ring{(done + b0) % S::kSlots, (done + b0) / S::kSlots & 1};
 #pragma unroll 1
         for (; column < end; column += kGroups * kColumns) {
-            wait(&s.x_full[slot], parity);
-            const uint8_t* const box = s.x[slot];
+            wait(&s.x_full[ring.slot], ring.parity);
+            const uint8_t* const box = s.x[ring.slot];
             const uint4 low = *reinterpret_cast<const uint4*>(box + offset);
             const uint4 high = *reinterpret_cast<const uint4*>(box + (offset ^ 16));
             __syncwarp();
-            if (lane == 0) ptx::barrier_arrive(&s.x_empty[slot]);
-            if ((slot += kGroups) >= S::kSlots) slot -= S::kSlots, parity ^= 1;
+            if (lane == 0) ptx::barrier_arrive(&s.x_empty[ring.slot]);
+            ring.next(kGroups);
             target.store<Rules>(column, rules(low, high));
         }
         if (target.expanded_end > 0 && part.first + part.boxes == w.boxes && group == 0)
@@ -140,10 +140,12 @@ template <int kRank>
 __device__ inline void begin(Shared<kRank>& s, const Work& w) {
     using S = Shared<kRank>;
     if (threadIdx.x == 0) {
+#pragma unroll 1
         for (int i = 0; i < S::kSlots; ++i) {
             ptx::barrier_init(&s.x_full[i], 1);
             ptx::barrier_init(&s.x_empty[i], kQuantWarps / kGroups);
         }
+#pragma unroll 1
         for (int i = 0; i < S::kDownSlots; ++i) {
             ptx::barrier_init(&s.down_full[i], 1);
             ptx::barrier_init(&s.down_empty[i], kMathWarps);
@@ -182,13 +184,14 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     const uint32_t warp = threadIdx.x / 32;
     if (warp < kMathWarps) {
         ptx::take_registers<kMathRegisters>();
-        multiply<kRank>(s, down_map, w, Part(w));
+        multiply<kRank>(s, w, Part(w));
     } else if (warp < kMathWarps + kQuantWarps) {
         ptx::take_registers<kQuantRegisters>();
         quantise<kRank, Rules>(s, w, Part(w));
     } else {
         ptx::give_registers<kCopyRegisters>();
-        if (threadIdx.x == 32 * (kMathWarps + kQuantWarps)) copy<kRank>(s, x_map, w, Part(w));
+        if (threadIdx.x == 32 * (kMathWarps + kQuantWarps)) copy_x<kRank>(s, x_map, w, Part(w));
+        if (threadIdx.x == 32 * (kMathWarps + kQuantWarps + 1)) copy_down<kRank>(s, down_map, w, Part(w));
     }
     __syncwarp();
     ptx::cluster_arrive();  // no CTA leaves while another may still write to its shared memory

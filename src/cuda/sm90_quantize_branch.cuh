@@ -125,35 +125,61 @@ __device__ inline uint32_t chunk(uint32_t row, uint32_t index) {
     return row * 128 + ((index ^ (row & 7)) * 16);
 }
 
-// The largest finite magnitudes of 32 elements of a row, even and odd ones apart.
-__device__ inline uint32_t row_amax(const uint8_t* box, uint32_t row, uint32_t half) {
-    uint32_t most = 0;
-#pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
-        const uint4 v = *reinterpret_cast<const uint4*>(box + chunk(row, 4 * half + j));
-        most = max_magnitudes(max_magnitudes(max_magnitudes(max_magnitudes(most, v.x), v.y), v.z), v.w);
-    }
-    most &= kMagnitudes;
-    if ((most + 0x00800080u & 0x80008000u) == 0) return most;
-    most = 0;  // NaN and Inf are left out
-    for (uint32_t j = 0; j < 16; ++j) {
-        const uint32_t v = *reinterpret_cast<const uint32_t*>(box + chunk(row, 4 * half + j / 4) + j % 4 * 4);
-        const uint32_t low = v & 0x7FFF, high = v >> 16 & 0x7FFF;
-        most = __vmaxu2(most, (low < 0x7F80 ? low : 0) | (high < 0x7F80 ? high : 0) << 16);
-    }
-    return most;
+// Of the math warps, thread t sees 16 bytes, always the same ones, of rows t / 8 + 16 j of every box.
+__device__ inline uint4 row_part(const uint8_t* box, uint32_t j) {
+    return *reinterpret_cast<const uint4*>(box + threadIdx.x * 16 + j * 16 * 128);
 }
 
-// ---- the copying warp: one lane
+__device__ inline void add_magnitudes(uint32_t (&most)[4], const uint8_t* box) {
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+        const uint4 v = row_part(box, j);
+        most[j] = max_magnitudes(max_magnitudes(max_magnitudes(max_magnitudes(most[j], v.x), v.y), v.z), v.w);
+    }
+}
+
+// The largest finite magnitude of a pair, NaN and Inf being left out.
+__device__ inline uint32_t finite_magnitude(uint32_t v) {
+    const uint32_t low = v & 0x7FFF, high = v >> 16 & 0x7FFF;
+    return max(low < 0x7F80 ? low : 0, high < 0x7F80 ? high : 0);
+}
+
+// ---- rings of shared memory
+template <int kSlots>
+struct Ring {
+    uint32_t slot = 0, parity = 0;
+
+    __device__ void next(uint32_t steps = 1) {
+        slot += steps;
+        if (slot >= kSlots) slot -= kSlots, parity ^= 1;
+    }
+};
+
+// ---- the copying warps: one lane each
 template <int kRank>
-__device__ inline void copy(Shared<kRank>& s, const CUtensorMap& x_map, const Work& w, const Part& part) {
-    uint32_t slot = 0, parity = 1;
+__device__ inline void copy_x(Shared<kRank>& s, const CUtensorMap& map, const Work& w, const Part& part) {
+    Ring<Shared<kRank>::kSlots> ring;
     for (int tile = part.tile; tile < w.tiles; tile += part.step) {
-        for (int b = 0; b < part.boxes; ++b) {
-            wait(&s.x_empty[slot], parity);
-            ptx::barrier_arrive_expect_bytes(&s.x_full[slot], kBoxBytes);
-            ptx::copy_box(s.x[slot], &x_map, &s.x_full[slot], (part.first + b) * kColumns, tile * kRows, 0);
-            if (++slot == Shared<kRank>::kSlots) slot = 0, parity ^= 1;
+#pragma unroll 1
+        for (int b = 0; b < part.boxes; ++b, ring.next()) {
+            wait(&s.x_empty[ring.slot], ring.parity ^ 1);
+            ptx::barrier_arrive_expect_bytes(&s.x_full[ring.slot], kBoxBytes);
+            ptx::copy_box(s.x[ring.slot], &map, &s.x_full[ring.slot], (part.first + b) * kColumns,
+                          tile * kRows, 0);
+        }
+    }
+}
+
+template <int kRank>
+__device__ inline void copy_down(Shared<kRank>& s, const CUtensorMap& map, const Work& w, const Part& part) {
+    Ring<Shared<kRank>::kDownSlots> ring;
+    for (int tile = part.tile; tile < w.tiles; tile += part.step) {
+#pragma unroll 1
+        for (int b = 0; b < part.boxes; ++b, ring.next()) {
+            wait(&s.down_empty[ring.slot], ring.parity ^ 1);
+            ptx::barrier_arrive_expect_bytes(&s.down_full[ring.slot], kRank * 128);
+            ptx::copy_box(s.down[ring.slot], &map, &s.down_full[ring.slot], (part.first + b) * kColumns, 0,
+                          0);
         }
     }
 }
@@ -163,6 +189,7 @@ __device__ inline void copy(Shared<kRank>& s, const CUtensorMap& x_map, const Wo
 __device__ inline void take_outliers(uint8_t* box, const Work& w, int64_t row0, int column0, int begin,
                                      int end) {
     const uint32_t row = threadIdx.x % kRows;
+#pragma unroll 1
     for (int i = begin + static_cast<int>(threadIdx.x) / kRows; i < end; i += 32 * kMathWarps / kRows) {
         const uint32_t column = static_cast<uint32_t>(w.args.outlier_index[i] - column0);
         auto* const v = reinterpret_cast<uint16_t*>(box + chunk(row, column / 8) + column % 8 * 2);
@@ -180,14 +207,15 @@ __device__ inline void take_outliers(uint8_t* box, const Work& w, int64_t row0, 
 // come.
 template <int kRank>
 __device__ inline void send_amax(Shared<kRank>& s, const Work& w, const Part& part, uint32_t n,
-                                 uint32_t most) {
-    const uint32_t row = threadIdx.x / 2, half = threadIdx.x % 2, now = n % 2;
-    most = max(most & 0xFFFF, most >> 16);
-    most = max(most, __shfl_xor_sync(0xFFFFFFFFu, most, 1));
+                                 const uint32_t (&amax)[4]) {
+    const uint32_t row = threadIdx.x / 8, first = threadIdx.x % 8, now = n % 2;
     if (n > 0) wait(&s.amax_read[now ^ 1], (n - 1) / 2 & 1);
     if (threadIdx.x == 0) ptx::barrier_arrive_expect_bytes(&s.amax_full[now], w.ctas * kRows * 4);
-    for (uint32_t c = half; c < w.ctas; c += 2)
-        store_at(address_at(&s.amax[now][part.rank][row], c), most << 16, address_at(&s.amax_full[now], c));
+    if (first < w.ctas) {
+        const uint32_t to = address_at(&s.amax[now][part.rank][row], first);
+        const uint32_t barrier = address_at(&s.amax_full[now], first);
+        for (uint32_t j = 0; j < 4; ++j) store_at(to + 16 * 4 * j, amax[j] << 16, barrier);
+    }
     ptx::barrier_wait(&s.amax_full[now], n / 2 & 1);
 }
 
@@ -218,6 +246,7 @@ __device__ inline void finish_rows(const Shared<kRank>& s, const Work& w, const 
     auto* const hidden =
         static_cast<__nv_bfloat16*>(w.args.hidden) + (row0 + part.rank * rows) * w.args.hidden_stride;
     const int64_t left = w.args.rows - row0 - part.rank * rows;
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < rows * kRank; i += 32 * kMathWarps) {
         const uint32_t row = i / kRank, column = i % kRank;
         if (row >= left || column >= w.args.rank) continue;
@@ -228,61 +257,69 @@ __device__ inline void finish_rows(const Shared<kRank>& s, const Work& w, const 
     }
     const int64_t used = w.args.rank + w.args.outliers;
     for (uint32_t row = threadIdx.x / 32; row < rows && row < left; row += kMathWarps)
+#pragma unroll 1
         for (int64_t column = used + threadIdx.x % 32; column < w.args.hidden_stride; column += 32)
             hidden[row * w.args.hidden_stride + column] = __float2bfloat16_rn(0.0f);
 }
 
+// Magnitudes of a thread's parts of a tile's boxes -> amax of its four rows. The boxes are still there.
 template <int kRank>
-__device__ inline void multiply(Shared<kRank>& s, const CUtensorMap& down_map, const Work& w,
-                                const Part& part) {
-    using S = Shared<kRank>;
-    const uint32_t thread = threadIdx.x, row = thread / 2, half = thread % 2;
-    const uint32_t mine = part.tile < w.tiles ? (w.tiles - 1 - part.tile) / part.step + 1 : 0;  // tiles
-    const uint32_t total = mine * part.boxes;
-    const auto copy_down = [&](uint32_t g) {  // slice of D^T for the g-th box of this CTA
-        uint64_t* const full = &s.down_full[g % S::kDownSlots];
-        ptx::barrier_arrive_expect_bytes(full, kRank * 128);
-        ptx::copy_box(s.down[g % S::kDownSlots], &down_map, full, (part.first + g % part.boxes) * kColumns, 0,
-                      0);
-    };
-    if (thread == 0)
-        for (uint32_t g = 0; g < min(total, uint32_t{S::kDownSlots}); ++g) copy_down(g);
-    __syncwarp();
+__device__ inline void finish_amax(const Shared<kRank>& s, const Part& part, uint32_t first_slot,
+                                   uint32_t (&most)[4]) {
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+        most[j] &= kMagnitudes;
+        if ((most[j] + 0x00800080u & 0x80008000u) != 0) {  // NaN or Inf: once more without them
+            most[j] = 0;
+            Ring<Shared<kRank>::kSlots> ring{first_slot};
+#pragma unroll 1
+            for (int b = 0; b < part.boxes; ++b, ring.next()) {
+                const uint4 v = row_part(s.x[ring.slot], j);
+                most[j] = max(max(most[j], max(finite_magnitude(v.x), finite_magnitude(v.y))),
+                              max(finite_magnitude(v.z), finite_magnitude(v.w)));
+            }
+        }
+        most[j] = max(most[j] & 0xFFFF, most[j] >> 16);
+        for (uint32_t lanes = 1; lanes < 8; lanes *= 2)
+            most[j] = max(most[j], __shfl_xor_sync(0xFFFFFFFFu, most[j], lanes));
+    }
+}
 
+template <int kRank>
+__device__ inline void multiply(Shared<kRank>& s, const Work& w, const Part& part) {
+    using S = Shared<kRank>;
+    Ring<S::kSlots> ring;
+    Ring<S::kDownSlots> down;
     float d[kRank / 64][32];  // (64, rank) over the warpgroup
-    uint32_t g = 0;           // boxes done
-    for (uint32_t n = 0; n < mine; ++n) {
-        const int64_t row0 = int64_t{part.tile + static_cast<int>(n) * part.step} * kRows;
-        uint32_t most = 0;
-        for (int b = 0; b < part.boxes; ++b, ++g) {
-            const uint32_t slot = g % S::kSlots, down = g % S::kDownSlots;
-            wait(&s.x_full[slot], g / S::kSlots & 1);
+    uint32_t n = 0;
+    for (int tile = part.tile; tile < w.tiles; tile += part.step, ++n) {
+        const uint32_t first_slot = ring.slot;
+        uint32_t most[4] = {};
+#pragma unroll 1
+        for (int b = 0; b < part.boxes; ++b, ring.next(), down.next()) {
+            wait(&s.x_full[ring.slot], ring.parity);
             if (w.args.outliers > 0 && s.first_outlier[b] < s.first_outlier[b + 1])
-                take_outliers(s.x[slot], w, row0, (part.first + b) * kColumns, s.first_outlier[b],
-                              s.first_outlier[b + 1]);
-            wait(&s.down_full[down], g / S::kDownSlots & 1);
+                take_outliers(s.x[ring.slot], w, int64_t{tile} * kRows, (part.first + b) * kColumns,
+                              s.first_outlier[b], s.first_outlier[b + 1]);
+            wait(&s.down_full[down.slot], down.parity);
             ptx::wgmma_fence();
-            const uint64_t a = ptx::wgmma_descriptor(ptx::shared_address(s.x[slot]), 1024);
-            const uint64_t c = ptx::wgmma_descriptor(ptx::shared_address(s.down[down]), 1024);
+            const uint64_t x = ptx::wgmma_descriptor(ptx::shared_address(s.x[ring.slot]), 1024);
+            const uint64_t y = ptx::wgmma_descriptor(ptx::shared_address(s.down[down.slot]), 1024);
 #pragma unroll
             for (uint32_t k = 0; k < 4; ++k)  // 16 columns, 32 bytes each
 #pragma unroll
                 for (uint32_t j = 0; j < kRank / 64; ++j)
-                    ptx::Bf16Mma<64, false, false>::mma(d[j], a + 2 * k, c + 512 * j + 2 * k, b > 0 || k > 0);
+                    ptx::Bf16Mma<64, false, false>::mma(d[j], x + 2 * k, y + 512 * j + 2 * k, b > 0 || k > 0);
             ptx::wgmma_commit();
-            most = __vmaxu2(most, row_amax(s.x[slot], row, half));
-            if (thread == 0 && g > 0 && g - 1 + S::kDownSlots < total) {
-                wait(&s.down_empty[(g - 1) % S::kDownSlots], (g - 1) / S::kDownSlots & 1);
-                copy_down(g - 1 + S::kDownSlots);
-            }
-            __syncwarp();
+            add_magnitudes(most, s.x[ring.slot]);
             ptx::wgmma_wait<0>();
-            if (thread % 32 == 0) ptx::barrier_arrive(&s.down_empty[down]);
+            if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&s.down_empty[down.slot]);
         }
+        finish_amax(s, part, first_slot, most);
         send_amax(s, w, part, n, most);
         send_partial(s, w, part, d);
         ptx::barrier_wait(&s.partial_full, n & 1);
-        finish_rows(s, w, part, row0);
+        finish_rows(s, w, part, int64_t{tile} * kRows);
         sync_math_warps();  // `partial` has been read before the next amax says so to the cluster
     }
 }
