@@ -135,6 +135,11 @@ def single(dtype, rng):
         subnormal = spread(rng, shape, dtype, -60, -50)
     mixed = np.where(rng.random(shape) < 0.5, subnormal, spread(rng, shape, dtype, low, low + 4))
     one_a, one_b = (spread(rng, shape, dtype, -3, 4) * first for _ in "ab")
+    # a subnormal factor: does it count with its own exponent, or with the smallest normal one?
+    codes, wide = {"e4m3": (8, (low, high)), "e5m2": (4, (low, high)), "bf16": (128, (110, 126))}[dtype]
+    under = representable(rng.integers(1, codes, shape) * tiny, dtype) * first
+    over = spread(rng, shape, dtype, *wide)
+    around = int(np.log2(tiny)) + sum(wide) // 2
     # zeros beside the largest number must not set the exponent
     beside = zeros.copy()
     beside[:, 1:] = 2.0 ** (high - 1)
@@ -156,6 +161,7 @@ def single(dtype, rng):
         "cancelling": (pairs, ones, starts(rng, -16, -2)),
         "subnormal factors": (mixed, spread(rng, shape, dtype, low, low + 6), none),
         "subnormal by subnormal": (subnormal, mixed, none),
+        "subnormal beside c": (under, over, starts(rng, around - 16, around + 8)),
         "zero times largest": (one_a * 2.0**-3, beside + first, starts(rng, -16, 2)),
         "two instructions": (two[0], two[1], starts(rng, -4, 6)),
     }  # fmt: skip

@@ -99,14 +99,17 @@ def fp8_accumulation(k, interval=PROMOTION):
 
     `interval`: products between two promotions, None for one chain (``accumulate="fast"``).
 
-    A step (accumulator.FP8) adds 32 products and the sum so far, 33 terms, each cut toward zero by less than
-    2^-13 times the largest of them. Let S = sum |a| |b| over an interval. A product is at most S, and so is
-    every sum so far: cutting toward zero makes no term larger. A step therefore loses less than 33 * 2^-13 S
-    and an interval of I products less than 33 (I / 32) 2^-13 S. The intervals' losses add up to that many
-    times the sum over all of K, an element of |A| |B|, whose Frobenius norm is at most |A|_F |B|_F. Neither
-    result can exceed S, so that g needs to be no more than 2. K counts in whole tiles of 128 elements, since
-    the zeros behind it are multiplied too. The additions of promotion (K / 128, each 2^-24), up to four
-    scalings in the epilogue and BF16 steps that follow on the FP8 sum are within K 2^-22, FP32's own.
+    A step (accumulator.FP8, confirmed on an H200) adds 32 products and the sum so far, 33 terms, each cut
+    toward zero by less than q = 2^(e - 13), 2^e being at most the largest of them; then it cuts their sum,
+    whose exponent is E, to 13 fraction bits, which loses nothing where E <= e and less than 2^(E - 13) else.
+    Let S = sum |a| |b| over an interval. A product is at most S, and so is every sum so far: cutting toward
+    zero makes nothing larger. With E <= e a step loses less than 33 q <= 33 * 2^-13 S; with E > e, less than
+    (33 / 2 + 1) 2^(E - 13) <= 17.5 * 2^-13 S. An interval of I products loses less than 33 (I / 32) 2^-13 S.
+    The intervals' losses add up to that many times the sum over all of K, an element of |A| |B|, whose
+    Frobenius norm is at most |A|_F |B|_F. Neither result can exceed S, so that g needs to be no more than 2.
+    K counts in whole tiles of 128 elements, since the zeros behind it are multiplied too. The additions of
+    promotion (K / 128, each 2^-24), up to four scalings in the epilogue and BF16 steps that follow on the FP8
+    sum are within K 2^-22, FP32's own.
 
     >>> fp8_accumulation(4096), fp8_accumulation(256, None)
     (0.01611328125, 0.0322265625)
