@@ -17,7 +17,8 @@ import fp4bf16 as fb
 from fp4bf16 import testing
 from fp4bf16.__main__ import main
 from fp4bf16.backends import compiled
-from fp4bf16.cli import info, validate
+from fp4bf16.cli import info, validate, validate_cuda
+from fp4bf16.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -78,11 +79,16 @@ def _arguments(**given) -> argparse.Namespace:
 
 
 def test_the_table_has_every_operation_on_every_backend():
-    backends = ["cpu/numpy", "cpu/torch", "cuda"]
+    backends = ["cpu/numpy", "cpu/torch", "cuda/torch", "cuda/cupy"]
     cases = list(validate.cases(_arguments(), backends))
-    for backend in backends[:2]:
-        assert {c.op for c in cases if c.backend == backend} == set(testing.OPERATIONS)
-    assert {c.op for c in cases if c.backend == "cuda"} == {"quantize", "dequantize"}
+    for backend in backends:
+        known = testing.OPERATIONS if backend.startswith("cpu") else validate_cuda.OPS
+        assert {c.op for c in cases if c.backend == backend} == set(known)
+    for fmt in FORMATS:
+        options = [c.options for c in cases if (c.backend, c.op, c.format) == ("cuda/torch", "quantize", fmt)]
+        assert any(o.get("rounding") == "stochastic" for o in options)
+        assert len(options) > len([o for o in options if "rounding" in o])
+    assert {"fast"} == {c.options["accumulate"] for c in cases if "accumulate" in c.options}
     assert set(validate.SHAPES) == set(testing.OPERATIONS)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .. import __version__, interop
+from .. import __version__, device, interop
 from ..backends import compiled, cuda, threads
+from . import validate_cuda
 
 #: Packages by what needs them.
 PACKAGES = {
@@ -82,11 +83,16 @@ def _jax_array(dtype: str) -> Any:
     return importlib.import_module("jax.numpy").arange(8).astype(getattr(ml_dtypes, dtype, dtype))
 
 
+def _torch_on_gpu(dtype: str) -> Any:
+    return _torch_array(dtype).cuda()
+
+
 def _cupy_array(dtype: str) -> Any:
     return importlib.import_module("cupy").arange(8).astype(getattr(ml_dtypes, dtype, dtype))
 
 
-FRAMEWORKS = {"numpy": _numpy_array, "torch": _torch_array, "jax": _jax_array, "cupy": _cupy_array}
+FRAMEWORKS = {"numpy": _numpy_array, "torch": _torch_array, "jax": _jax_array}
+ON_GPU = {"torch": _torch_on_gpu, "cupy": _cupy_array}
 
 
 def _exchange(make: Callable[[str], Any], dtype: str) -> str:
@@ -104,24 +110,40 @@ def _exchange(make: Callable[[str], Any], dtype: str) -> str:
     return ("zero-copy" if str(view.dtype) == dtype else f"zero-copy as {view.dtype}") if shared else "copied"
 
 
+def _device_exchange(make: Callable[[str], Any], dtype: str) -> str:
+    """How an array of `dtype` on the GPU is taken: by its address, or not at all."""
+    try:
+        x = make(dtype)
+    except (TypeError, ValueError, AttributeError):
+        return "the framework has no such dtype"
+    try:
+        found = device.operand(x, "x")
+    except TypeError as error:
+        return f"not taken: {error}"
+    return "zero-copy" if found.dtype == dtype else f"zero-copy as {found.dtype}"
+
+
 def exchange_table() -> dict[str, dict[str, str] | str]:
     """Framework -> dtype -> how an array of it is taken; a framework that is not installed says so."""
-    table: dict[str, dict[str, str] | str] = {}
-    for name, make in FRAMEWORKS.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                importlib.import_module(name)
-            except ImportError:
-                table[name] = "not installed"
-                continue
-            except Exception as error:  # a framework whose own import is broken
-                table[name] = f"cannot be imported: {type(error).__name__}: {error}"
-                continue
-            row = {dtype: _guarded(lambda make=make, dtype=dtype: _exchange(make, dtype)) for dtype in DTYPES}
-        refused = {how for how in row.values() if how.startswith("not taken")}
-        table[name] = refused.pop() if refused else row
+    table = {name: _row(name, make, _exchange) for name, make in FRAMEWORKS.items()}
+    problem = validate_cuda.problem()  # which the library's section tells
+    for name, make in ON_GPU.items():
+        table[f"{name}, GPU"] = "no GPU" if problem else _row(name, make, _device_exchange)
     return table
+
+
+def _row(name: str, make: Callable[[str], Any], exchange: Callable[..., str]) -> dict[str, str] | str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            return "not installed"
+        except Exception as error:  # a framework whose own import is broken
+            return f"cannot be imported: {type(error).__name__}: {error}"
+        row = {dtype: _guarded(lambda dtype=dtype: exchange(make, dtype)) for dtype in DTYPES}
+    refused = {how for how in row.values() if how.startswith("not taken")}
+    return refused.pop() if refused else row
 
 
 def report() -> dict[str, Any]:
@@ -177,13 +199,13 @@ def _exchange_lines(table: Any) -> list[str]:
     lines = []
     for framework, row in table.items():
         if isinstance(row, str):
-            lines.append(f"{framework:<8} {row}")
+            lines.append(f"{framework:<10} {row}")
             continue
         kinds: dict[str, list[str]] = {}
         for dtype, how in row.items():
             kinds.setdefault(how, []).append(dtype)
         for i, (how, dtypes) in enumerate(kinds.items()):
-            lines.append(f"{framework if i == 0 else '':<8} {how}: {', '.join(dtypes)}")
+            lines.append(f"{framework if i == 0 else '':<10} {how}: {', '.join(dtypes)}")
     return lines
 
 

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -71,7 +71,9 @@ def _formats(op: str, track: str | None) -> tuple[str, ...]:
 def _dtypes(op: str, track: str | None) -> tuple[str, ...]:
     if track == "reference":
         return ("float64",)
-    return ("float32", "bfloat16") if op in ("quantize", "matmul", "conv2d") else ("float32",)
+    if op == "quantize":
+        return ("float32", "bfloat16", "float16")
+    return ("float32", "bfloat16") if op in ("matmul", "conv2d") else ("float32",)
 
 
 def _options(op: str, track: str | None, fmt: str) -> list[dict[str, Any]]:
@@ -81,10 +83,12 @@ def _options(op: str, track: str | None, fmt: str) -> list[dict[str, Any]]:
     if op.startswith("attention"):
         return [{}, {"causal": True}]
     if op == "quantize":
-        rules = {"nvfp4_exact": [{"search": "full"}, {"search": "fast"}],
-                 "nvfp4": [{"scale_rule": "te"}, {"scale_rule": "four_over_six"}],
+        bounds = ("", "_mae", "_448", "_mae_448")
+        rules = {"nvfp4_exact": [{"search": "full"}, {"search": "fast"}, {"outer": "tensor"}],
+                 "nvfp4": [{"scale_rule": "te"}, {"outer": "row"}]
+                 + [{"scale_rule": f"four_over_six{bound}"} for bound in bounds],
                  "mxfp4": [{"scale_rule": r} for r in ("even", "floor", "rceil", "ceil")]}  # fmt: skip
-        return rules.get(fmt, [{}])
+        return [*rules.get(fmt, [{}]), {"rounding": "stochastic", "seed": (7, 1, 2)}]
     return [{}]
 
 
@@ -92,7 +96,7 @@ def cases(args: argparse.Namespace, backends: list[str]) -> Iterator[Case]:
     """The lines of the table that `args` ask for, cheapest backend first."""
     for backend in backends:
         for op in OPERATIONS if args.op is None else (args.op,):
-            if backend == "cuda" and op not in validate_cuda.OPS:
+            if backend.startswith("cuda") and op not in validate_cuda.OPS:
                 continue
             for shape in SHAPES[op][1] if args.shape is None else (args.shape,):
                 yield from _of_shape(args, backend, op, shape)
@@ -101,16 +105,18 @@ def cases(args: argparse.Namespace, backends: list[str]) -> Iterator[Case]:
 def _of_shape(args: argparse.Namespace, backend: str, op: str, shape: tuple[int, ...]) -> Iterator[Case]:
     ragged = shape == SHAPES[op][1][0]
     for track in _tracks(op):
+        if track == "reference" and backend.startswith("cuda"):
+            continue  # the framework's own product
         for fmt in _formats(op, track):
             if (args.track not in (None, track)) or (args.format not in (None, fmt)):
                 continue
             for dtype in _dtypes(op, track):
-                for options in _options(op, track, fmt):
-                    if backend == "cpu/torch" and not ragged and args.shape is None:
-                        continue  # the kernels are those of NumPy arrays: one shape shows that the door works
-                    case = Case(backend, op, shape, track, fmt, dtype, options)
-                    if backend != "cuda" or validate_cuda.takes(case):
-                        yield case
+                if backend in ("cpu/torch", "cuda/cupy") and not ragged and args.shape is None:
+                    continue  # the kernels are those of another framework's rows: one shape shows the door
+                case = Case(backend, op, shape, track, fmt, dtype)
+                more = validate_cuda.options(case) if backend.startswith("cuda") else []
+                for options in _options(op, track, fmt) + more:
+                    yield replace(case, options=options)
 
 
 # ---- inputs
@@ -158,9 +164,9 @@ def run_case(case: Case, seed: int) -> Report:
     """Compute `case` and compare; whatever it raises is a failure with the error as its detail."""
     try:
         arrays = draw(case, seed)
-        if case.backend == "cuda":
-            return validate_cuda.run(case, arrays[0])
-        if case.backend == "cpu/torch":
+        if case.backend.startswith("cuda"):
+            arrays = validate_cuda.arrays(case, arrays)
+        elif case.backend == "cpu/torch":
             arrays = _torch_arrays(arrays)
         return testing.check(case.op, *arrays, track=case.track, format=case.format, **dict(case.options))
     except Exception as error:
@@ -178,12 +184,8 @@ def available_backends() -> tuple[list[str], list[str]]:
         found.append("cpu/torch")
     except ImportError:
         absent.append("cpu/torch: PyTorch is not installed")
-    problem = validate_cuda.problem()
-    if problem is None:
-        found.append("cuda")
-    else:
-        absent.append(f"cuda: {problem}")
-    return found, absent
+    on_gpu, without = validate_cuda.backends()
+    return found + on_gpu, absent + without
 
 
 # ---- the table
