@@ -95,7 +95,7 @@ struct Target {
 template <int kRank, typename Rules>
 __device__ inline void quantise(Shared<kRank>& s, const Work& w, const Part& part) {
     using S = Shared<kRank>;
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 - kMathWarps;
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 - kMathWarps - 4;
     const uint32_t group = warp / 8, row = warp % 8 * 8 + lane / 4, quarter = lane % 4;
     const uint32_t offset = chunk(row, 2 * quarter);  // and offset ^ 16
     uint32_t done = 0;                                // boxes of the tiles before
@@ -185,13 +185,13 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     if (warp < kMathWarps) {
         ptx::take_registers<kMathRegisters>();
         multiply<kRank>(s, w, Part(w));
-    } else if (warp < kMathWarps + kQuantWarps) {
-        ptx::take_registers<kQuantRegisters>();
-        quantise<kRank, Rules>(s, w, Part(w));
-    } else {
+    } else if (warp < kMathWarps + 4) {
         ptx::give_registers<kCopyRegisters>();
-        if (threadIdx.x == 32 * (kMathWarps + kQuantWarps)) copy_x<kRank>(s, x_map, w, Part(w));
-        if (threadIdx.x == 32 * (kMathWarps + kQuantWarps + 1)) copy_down<kRank>(s, down_map, w, Part(w));
+        if (threadIdx.x == 32 * kMathWarps) copy_x<kRank>(s, x_map, w, Part(w));
+        if (threadIdx.x == 32 * (kMathWarps + 1)) copy_down<kRank>(s, down_map, w, Part(w));
+    } else {
+        if (kGroups == 2) ptx::take_registers<kQuantRegisters>();  // of three, each keeps what it has
+        quantise<kRank, Rules>(s, w, Part(w));
     }
     __syncwarp();
     ptx::cluster_arrive();  // no CTA leaves while another may still write to its shared memory

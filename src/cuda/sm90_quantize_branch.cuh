@@ -2,14 +2,13 @@
 // T = x D, D (k, rank) being the down projection of a low-rank branch.
 //
 // A cluster of CTAs takes 64 rows at a time, each CTA a fixed range of at most 16 * 64 columns. In a CTA
-//     warp 20          copies boxes of 64 x 64 elements into a ring of shared memory (21 to 23 only give
-//     registers) warps 0..3       multiply each box by the matching (rank, 64) slice of D^T on the tensor
-//     cores and, while
-//                      these work, take the amax of its rows; at the end of a tile they send the amax to
-//                      every CTA of the cluster and the partial sums of T to the CTA that adds them up
-//     warps 4..19      quantise the boxes, once the amax of the whole row is known, and free them
-// so that the first five warps run up to a tile ahead of the others, which never wait for them in the long
-// run.
+//     warp 4      copies boxes of 64 x 64 elements of x into a ring of shared memory,
+//     warp 5      copies the matching slices of D^T, (rank, 64), into another,
+//     warps 0..3  multiply each box by its slice and meanwhile take the amax of its rows; after a tile they
+//                 send the amax to every CTA of the cluster and partial sums of T to the CTA that adds them
+//                 up,
+//     warps 8..   quantise the boxes, once the amax of the whole row is known, and free them,
+// so that the former run up to a tile ahead of the latter, which seldom wait. Warps 6, 7 only give registers.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +23,16 @@ namespace fp4bf16::branch {
 constexpr int kRows = 64, kColumns = 64;  // of a box
 constexpr int kBoxBytes = kRows * kColumns * 2;
 constexpr int kMostBoxes = 16, kMostCtas = 8;  // boxes of a tile in a CTA, CTAs of a cluster
-constexpr int kMathWarps = 4, kQuantWarps = 16;
+#ifndef FP4BF16_BRANCH_GROUPS
+#define FP4BF16_BRANCH_GROUPS 3
+#endif
+constexpr int kGroups = FP4BF16_BRANCH_GROUPS;  // of quantising warps: eight take a box
+constexpr int kMathWarps = 4, kQuantWarps = 8 * kGroups;
 constexpr int kCtaThreads = 32 * (kMathWarps + kQuantWarps + 4);
-constexpr int kMathRegisters = 104, kQuantRegisters = 88, kCopyRegisters = 24;  // 80 a thread at the start
-static_assert(4 * kMathRegisters + 16 * kQuantRegisters + 4 * kCopyRegisters <= 24 * 80,
-              "more than there are");
-constexpr int kGroups = kQuantWarps / 8;  // eight warps take a box
+constexpr int kMathRegisters = 104, kQuantRegisters = kGroups == 2 ? 88 : 64, kCopyRegisters = 24;
+static_assert(4 * kMathRegisters + kQuantWarps * kQuantRegisters + 4 * kCopyRegisters <=
+                  (kGroups == 2 ? 24 * 80 : 32 * 64),
+              "more registers than a launch gets");
 
 template <int kRank>
 struct Shared {
