@@ -392,7 +392,7 @@ def test_mixed_operands(rng, torch):
         fb.dequantize(xq, out=np.empty((4, 32), np.float32))
     with pytest.raises(TypeError, match="torch array on cuda:0 but out is a torch array on the host"):
         fb.dequantize(xq, out=torch.empty(4, 32))
-    with pytest.raises(TypeError, match="x is a torch array on cuda:0 but out.packed is a torch array on the"):
+    with pytest.raises(TypeError, match="x is a torch array on cuda:0 but out.packed is a torch array on"):
         fb.quantize(x, out=fb.quantize(x.cpu()))
     with pytest.raises(TypeError, match=r"does not run on CUDA yet; pass x.cpu\(\)"):
         fb.conv2d(torch.ones(1, 4, 4, 16, device="cuda"), torch.ones(16, 3, 3, 16, device="cuda"))
