@@ -142,34 +142,65 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// ---- any layout: a thread takes 8 columns of one row. Neighbouring threads are neighbours in memory: along
-// k with after = 1, along the rows otherwise (8 x 32 of them, so that the 32 bytes of a sector are read at
-// once).
+// Element (row, k) of x lies at row / after * x_stride + k * k_stride + row % after.
 struct Layout {
     int64_t after, x_stride, k_stride;
 };
 
+inline unsigned limited(int64_t blocks) {
+    return static_cast<unsigned>(blocks < 0x7FFFFFFF ? blocks : 0x7FFFFFFF);
+}
+
+// ---- after > 1: the rows are neighbours in x. A warp takes 32 of them, a thread 16 columns of its own: read
+// at once (kWhole: aligned), stored one by one beside those of its neighbours.
+template <Kind kKind, bool kWhole, typename T>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_columns(const Source s, T* __restrict__ x, const Layout to) {
+    constexpr int kColumns = 16, kPart = 8, kBytes = kKind == kFp8 ? kPart : kPart / 2;
+    constexpr int kTileK = kColumns * (kThreads / 32);
+    const int64_t tiles_r = (s.rows + 31) / 32, tiles_k = (s.k + kTileK - 1) / kTileK;
+    for (int64_t tile = blockIdx.x; tile < tiles_r * tiles_k; tile += gridDim.x) {
+        const int64_t row = tile / tiles_k * 32 + threadIdx.x % 32;
+        const int64_t k0 = tile % tiles_k * kTileK + threadIdx.x / 32 * kColumns;
+        if (row >= s.rows || k0 >= s.k) continue;
+        const uint8_t* packed = s.packed + row * s.packed_stride + (kKind == kFp8 ? k0 : k0 / 2);
+        const int64_t block = row * s.scale_stride + k0 / (kKind == kMxfp4 ? 32 : 16);
+        const uint32_t scale = kKind == kFp8 ? 0 : s.block_scale[block];
+        const float outer = s.outer(row);
+        T* base = x + row / to.after * to.x_stride + row % to.after + k0 * to.k_stride;
+#pragma unroll
+        for (int part = 0; part < kColumns; part += kPart) {
+            if (k0 + part >= s.k) break;
+            const uint8_t* from = packed + part / kPart * kBytes;
+            uint64_t bytes = 0;
+            if constexpr (kWhole)
+                bytes = load_bytes<kBytes>(from);
+            else
+                for (int j = 0; j < kBytes; ++j)
+                    if (kKind != kFp8 || k0 + part + j < s.k) bytes |= uint64_t{from[j]} << (8 * j);
+            float v[kPart];
+            decode<kKind, kPart>(bytes, scale, v);
+#pragma unroll
+            for (int j = 0; j < kPart; ++j)
+                if (k0 + part + j < s.k) base[(part + j) * to.k_stride] = from_float<T>(v[j] * outer);
+        }
+    }
+}
+
+// ---- nothing is aligned: a warp takes 256 neighbouring columns of a row
 template <Kind kKind, typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_any(const Source s, T* __restrict__ x, const Layout to) {
-    constexpr int kColumns = 8;
-    const bool along_k = to.after == 1;
-    const int64_t step = along_k ? 32 : 1, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t row_tiles = (s.rows + 31) / 32, k_tiles = (s.k + 255) / 256;
-    // a tile: along_k 8 rows of 256 columns; else 32 rows of 8 x 8 columns
-    const int64_t tiles_r = along_k ? (s.rows + 7) / 8 : row_tiles;
-    const int64_t tiles_k = along_k ? k_tiles : (s.k + 63) / 64;
-    for (int64_t tile = blockIdx.x; tile < tiles_r * tiles_k; tile += gridDim.x) {
-        const int64_t row = tile / tiles_k * (along_k ? 8 : 32) + (along_k ? warp : lane);
-        const int64_t k0 = tile % tiles_k * (along_k ? 256 : 64) + (along_k ? lane : warp * kColumns);
-        if (row >= s.rows) continue;
+    constexpr int kColumns = 256;
+    const int64_t pieces = (s.k + kColumns - 1) / kColumns, warps = int64_t{gridDim.x} * (kThreads / 32);
+    for (int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) / 32; i < s.rows * pieces; i += warps) {
+        const int64_t row = i / pieces, k0 = i % pieces * kColumns + threadIdx.x % 32;
         const float outer = s.outer(row);
-        T* base = x + row / to.after * to.x_stride + row % to.after;
-        for (int j = 0; j < kColumns; ++j) {
-            const int64_t column = k0 + j * step;
-            if (column >= s.k) break;
-            base[column * to.k_stride] = from_float<T>(decode_one<kKind>(s, row, column) * outer);
-        }
+        T* base = x + row * to.x_stride;
+#pragma unroll
+        for (int64_t column = k0; column < k0 + kColumns; column += 32)
+            if (column < s.k)
+                base[column * to.k_stride] = from_float<T>(decode_one<kKind>(s, row, column) * outer);
     }
 }
 
@@ -185,10 +216,17 @@ void launch_dequantize(const Source& s, T* x, const Layout& to, cudaStream_t str
         dequantize_rows<kKind, T><<<g.grid, g.block, 0, stream>>>(s, x, to.x_stride);
         return;
     }
-    const int64_t tiles =
-        to.after == 1 ? ceil_div(s.rows, 8) * ceil_div(s.k, 256) : ceil_div(s.rows, 32) * ceil_div(s.k, 64);
-    const auto grid = static_cast<unsigned>(tiles < 0x7FFFFFFF ? tiles : 0x7FFFFFFF);
-    dequantize_any<kKind, T><<<grid, kThreads, 0, stream>>>(s, x, to);
+    if (to.after == 1) {
+        const int64_t warps = s.rows * ceil_div(s.k, 256);
+        dequantize_any<kKind, T><<<limited(ceil_div(warps, kThreads / 32)), kThreads, 0, stream>>>(s, x, to);
+        return;
+    }
+    const unsigned grid = limited(ceil_div(s.rows, 32) * ceil_div(s.k, 128));
+    const int64_t word = kKind == kFp8 ? 8 : 4;
+    if (aligned(s.packed, word) && s.packed_stride % word == 0)
+        dequantize_columns<kKind, true, T><<<grid, kThreads, 0, stream>>>(s, x, to);
+    else
+        dequantize_columns<kKind, false, T><<<grid, kThreads, 0, stream>>>(s, x, to);
 }
 
 // ---- expand: one block of 16 codes and its scale -> 16 E4M3 bytes, one store
