@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
         """Exit with 2, naming the command that was probably meant."""
         if message.startswith("argument {") and "invalid choice: " in message:
             given = message.split("invalid choice: ")[1].split(" ")[0].strip("'\"")
-            message = f"{given!r} is not a command{nearest(given, COMMANDS)}"
+            known = message.split("{")[1].split("}")[0].split(",")
+            message = f"{given!r} is not a command{nearest(given, known)}"
         super().error(message)
 
 

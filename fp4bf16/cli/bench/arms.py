@@ -44,7 +44,7 @@ class Arms:
                 operands.d.fill_(float("nan"))
             for i in range(len(self.sets)):
                 arm.run(i)
-            self.torch.cuda.synchronize()
+            self.raw.wait()
             for operands in self.sets[1:]:  # written to the end, which any element of a set shows
                 if bool(self.torch.isnan(operands.d).any()):
                     return float("inf"), float("inf")
@@ -63,7 +63,7 @@ class Arms:
     def cublas_fp8(self, scales: str, fast: bool) -> Arm:
         """torch._scaled_mm on the bytes that the FP4 track multiplies."""
         torch, e4m3 = self.torch, self.torch.float8_e4m3fn
-        one = torch.ones((), dtype=torch.float32, device="cuda")
+        one = torch.ones((), dtype=torch.float32, device=self.raw.device)
 
         def run(s: ops.Operands) -> None:
             row = s.a4["outer"][:, None] if scales == "row" else one
@@ -110,7 +110,7 @@ class Arms:
             run, note = call, ""
         except Exception as error:
             run, note = fallback, f"the library's call, for the API says {refused(error)}"
-        self.torch.cuda.synchronize()
+        self.raw.wait()
         arm = self.arm(name, run, *rest)
         arm.note = note
         return arm
@@ -212,7 +212,7 @@ WITH_T = "nvfp4_exact fast expanded and T"
 def quantise_arms(torch: Any, raw: Raw, rows: int, k: int, l2: int, with_t: bool) -> list[Arm]:
     """The quantisers and a copy, of BF16 (rows, k); with T or without."""
     sets = min(sets_needed(3 * rows * k, l2), 32)
-    xs = [torch.randn((rows, k), dtype=torch.bfloat16, device="cuda") for _ in range(sets)]
+    xs = [torch.randn((rows, k), dtype=torch.bfloat16, device=raw.device) for _ in range(sets)]
     copies = [torch.empty_like(x) for x in xs]
     arms = [Arm(COPY, lambda i: copies[i].copy_(xs[i]), sets, nbytes=4 * rows * k)]
     arms += [_quantiser(torch, raw, xs, name, *how) for name, how in QUANTISERS.items()]
@@ -227,16 +227,15 @@ def _quantiser(torch, raw, xs, name, format, fast, written, tensor, down_t=None)
         hidden = {}
         if down_t is not None:
             hidden["down_t"] = down_t
-            hidden["hidden"] = torch.empty((len(x), ops.RANK), dtype=x.dtype, device="cuda")
-        prepared.append((parts, hidden, x))
-    made = [raw.quantize_args(x, format, fast=fast, tensor=tensor, **parts, **hidden)
-            for parts, hidden, x in prepared]  # fmt: skip
-    parts, hidden, x = prepared[0]
+            hidden["hidden"] = torch.empty((len(x), ops.RANK), dtype=x.dtype, device=raw.device)
+        args = raw.quantize_args(x, format, fast=fast, tensor=tensor, **parts, **hidden)
+        prepared.append((args, parts, hidden, x))  # all kept: the struct holds addresses alone
+    _, parts, hidden, x = prepared[0]
     written_bytes = sum(p.numel() * p.element_size() for p in (*parts.values(), *hidden.values()))
-    arm = Arm(name, lambda i: raw.quantize(made[i][0]), len(xs), nbytes=2 * x.numel() + written_bytes)
+    arm = Arm(name, lambda i: raw.quantize(prepared[i][0][0]), len(xs), nbytes=2 * x.numel() + written_bytes)
 
     def check() -> tuple[float, float]:
-        rows = torch.randperm(len(x), device="cuda")[:8]
+        rows = torch.randperm(len(x), device=raw.device)[:8]
         if tensor:
             return float("nan"), float("nan")
         if down_t is None:
@@ -251,7 +250,7 @@ def _quantiser(torch, raw, xs, name, format, fast, written, tensor, down_t=None)
 
 def _with_t(torch: Any, raw: Raw, xs: list[Any]) -> Arm:
     k = xs[0].shape[1]
-    down_t = (torch.randn((ops.RANK, k), device="cuda") / k**0.5).to(torch.bfloat16)
+    down_t = (torch.randn((ops.RANK, k), device=raw.device) / k**0.5).to(torch.bfloat16)
     try:
         return _quantiser(torch, raw, xs, WITH_T, *QUANTISERS["nvfp4_exact fast expanded"], down_t=down_t)
     except Exception as error:

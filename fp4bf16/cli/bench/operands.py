@@ -31,16 +31,16 @@ class Operands:
     def __init__(self, torch: Any, raw: Raw, m: int, n: int, k: int):
         self.torch, self.raw, self.shape = torch, raw, (m, n, k)
         self.a, self.w = self._gaussian(m, k), self._gaussian(n, k)
-        self.d = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+        self.d = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=self.raw.device)
 
     def _gaussian(self, *shape: int) -> Any:
-        return self.torch.randn(shape, dtype=self.torch.bfloat16, device="cuda")
+        return self.torch.randn(shape, dtype=self.torch.bfloat16, device=self.raw.device)
 
     def _quantized(self, x: Any, format: str, fast: bool) -> dict[str, Any]:
         parts = self.raw.outputs(x, format)
         args, workspace = self.raw.quantize_args(x, format, fast=fast, **parts)
         self.raw.quantize(args)
-        self.torch.cuda.synchronize()
+        self.raw.wait()
         del workspace
         return parts
 
@@ -86,7 +86,7 @@ class Operands:
     def rows(self) -> Any:
         """Indices of the rows that are compared."""
         m = self.shape[0]
-        return self.torch.randperm(m, device="cuda")[: min(SAMPLED_ROWS, m)]
+        return self.torch.randperm(m, device=self.raw.device)[: min(SAMPLED_ROWS, m)]
 
     def expanded_values(self, parts: dict[str, Any], rows: Any = None, scaled: bool = True) -> Any:
         """float64 of E4M3 bytes, times the outer scale."""
@@ -100,7 +100,7 @@ class Operands:
         data, scale = parts["packed"], parts["scale"]
         if rows is not None:
             data, scale = data[rows], scale[rows]
-        grid = self.torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=self.torch.float64, device="cuda")
+        grid = self.torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=self.torch.float64).to(data.device)
         grid = self.torch.cat([grid, -grid])
         values = self.torch.stack([grid[(data & 15).long()], grid[(data >> 4).long()]], -1).flatten(-2)
         return values * self.torch.exp2(scale.double() - 127).repeat_interleave(32, 1)

@@ -16,14 +16,19 @@ def _kind(tensor: Any) -> int:
 
 
 class Raw:
-    """Structs of the C ABI filled in from tensors; the structs keep the tensors' memory alive."""
+    """Structs of the C ABI filled in from tensors, which the caller keeps alive."""
 
-    def __init__(self, torch: Any):
-        self.torch, self.library = torch, cuda.load()
+    def __init__(self, torch: Any, device: str = "cuda"):
+        self.torch, self.device, self.library = torch, device, cuda.load()
         self.ffi, self.lib = self.library.ffi, self.library.lib
 
     def stream(self) -> int:
-        return self.torch.cuda.current_stream().cuda_stream
+        return self.torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
+
+    def wait(self) -> None:
+        """Until the device has done what was launched."""
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
 
     def _pointer(self, tensor: Any, kind: str = "void*") -> Any:
         return self.ffi.NULL if tensor is None else self.ffi.cast(kind, tensor.data_ptr())
@@ -72,7 +77,7 @@ class Raw:
         size = self.lib.fp4bf16_quantize_workspace_size(args)
         if size < 0:
             raise ValueError(self.ffi.string(self.lib.fp4bf16_last_error()).decode())
-        workspace = self.torch.empty(size, dtype=self.torch.uint8, device="cuda") if size else None
+        workspace = self.torch.empty(size, dtype=self.torch.uint8, device=self.device) if size else None
         args.workspace = self._pointer(workspace)
         return args, workspace
 
