@@ -103,40 +103,40 @@ template <Kind kKind, typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_rows(const Source s, T* __restrict__ x, int64_t x_stride) {
     constexpr int kCount = kVector<T>, kBytes = kKind == kFp8 ? kCount : kCount / 2;
-    const int64_t vectors = (s.k + kCount - 1) / kCount;
+    constexpr int kVectorsPerScale = (kKind == kMxfp4 ? 32 : 16) / kCount;
+    const int k = static_cast<int>(s.k), vectors = (k + kCount - 1) / kCount;  // 32 bits are enough in a row
+    const int piece = blockDim.x * kUnroll;
     const int64_t row_step = int64_t{gridDim.x} * blockDim.y;
     for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < s.rows; row += row_step) {
         const float outer = s.outer(row);
         const uint8_t* packed = s.packed + row * s.packed_stride;
         const uint8_t* scales = s.block_scale + row * s.scale_stride;
-        const int64_t piece = int64_t{blockDim.x} * kUnroll;
-        for (int64_t first = blockIdx.y * piece + threadIdx.x; first < vectors; first += gridDim.y * piece) {
+        T* to = x + row * x_stride;
+        for (int first = blockIdx.y * piece + threadIdx.x; first < vectors; first += gridDim.y * piece) {
             uint64_t bytes[kUnroll];
             uint32_t scale[kUnroll];
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
-                const int64_t i = first + u * int64_t{blockDim.x};
+                const int i = first + u * blockDim.x;
                 if (i >= vectors) continue;
-                bytes[u] = load_bytes<kBytes>(packed + i * kBytes);
-                scale[u] = kKind == kFp8 ? 0 : scales[i * kCount / (kKind == kMxfp4 ? 32 : 16)];
+                bytes[u] = load_bytes<kBytes>(packed + i * int64_t{kBytes});
+                scale[u] = kKind == kFp8 ? 0 : scales[i / kVectorsPerScale];
             }
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
-                const int64_t i = first + u * int64_t{blockDim.x};
+                const int i = first + u * blockDim.x;
                 if (i >= vectors) continue;
                 float v[kCount];
                 decode<kKind, kCount>(bytes[u], scale[u], v);
                 Vector<T, kCount> out;
 #pragma unroll
                 for (int j = 0; j < kCount; ++j) out.v[j] = from_float<T>(v[j] * outer);
-                T* to = x + row * x_stride + i * kCount;
-                if ((i + 1) * kCount <= s.k) {
-                    *reinterpret_cast<Vector<T, kCount>*>(to) = out;
-                } else {
+                if (k - i * kCount >= kCount)
+                    *reinterpret_cast<Vector<T, kCount>*>(to + i * int64_t{kCount}) = out;
+                else
 #pragma unroll
                     for (int j = 0; j < kCount; ++j)
-                        if (i * kCount + j < s.k) to[j] = out.v[j];
-                }
+                        if (j < k - i * kCount) to[i * int64_t{kCount} + j] = out.v[j];
             }
         }
     }
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kThreads)
 template <Kind kKind, typename T>
 void launch_dequantize(const Source& s, T* x, const Layout& to, cudaStream_t stream) {
     constexpr int kCount = kVector<T>, kBytes = kKind == kFp8 ? kCount : kCount / 2;
-    const bool fast = to.after == 1 && (to.k_stride == 1 || s.k == 1) && aligned(x, 16) &&
+    const bool fast = s.k < 1 << 30 && to.after == 1 && (to.k_stride == 1 || s.k == 1) && aligned(x, 16) &&
                       aligned(s.packed, kBytes) && s.packed_stride % kBytes == 0 &&
                       (s.rows == 1 || to.x_stride % kCount == 0);
     // A row's last vector is loaded whole: FP4 rows are padded to blocks, FP8 rows must end on a vector.
