@@ -4,8 +4,9 @@
 
 A line a format and rule: MB/s of float32 input through `quantize_rows` (codes, scales and row norms), through
 `fake_quantize_rows`, MB/s of float32 output of `dequantize_rows`, and how many times faster than the NumPy
-reference. A last line quantises right after a BLAS product and alone: the two thread pools must not slow each
-other down. Ends with status 1 when a goal is missed. ``--json`` writes bench/results/cpu/quantize.json.
+reference; the last four formats round stochastically. A last line quantises right after a BLAS product and
+alone: the two thread pools must not slow each other down. Ends with status 1 when a goal is missed.
+``--json`` writes bench/results/cpu/quantize.json.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ ARMS = [
     ("mxfp4", "even", "full"),
     ("mxfp4", "rceil", "full"),
     ("fp8", None, "full"),
+    ("nvfp4_exact", None, "stochastic"),  # its scale needs no search
+    ("nvfp4", "te", "stochastic"),
+    ("mxfp4", "rceil", "stochastic"),
+    ("fp8", None, "stochastic"),
 ]
 
 
@@ -56,11 +61,18 @@ def seconds(run, repeats: int = 15) -> tuple[float, float]:
     return min(times), statistics.median(times)
 
 
+def name_of(fmt: str, rule: str | None, search: str) -> str:
+    if search == "stochastic":
+        return f"{fmt} stochastic"
+    return fmt if fmt == "fp8" else f"{fmt} {rule or search}"
+
+
 def measure(x: np.ndarray, small: np.ndarray, fmt: str, rule: str | None, search: str) -> dict:
     """Speeds from the least time of each (other programs on the machine only add), and the median of the
     first.
     """
-    out, options = np.empty_like(x), {"scale_rule": rule, "search": search}
+    out, options = np.empty_like(x), {"scale_rule": rule, "search": "full"}
+    options |= {"rounding": "stochastic", "seed": 1} if search == "stochastic" else {"search": search}
     q = cpu.quantize_rows(x, fmt, **options)
     into = q.packed, q.block_scale
     given = options | {"outer": None if fmt == "mxfp4" else "row"}
@@ -72,7 +84,7 @@ def measure(x: np.ndarray, small: np.ndarray, fmt: str, rule: str | None, search
     tiny, _ = seconds(lambda: quantize(small[:16], fmt, **given), 101)
     megabytes = x.nbytes / 1e6
     return {
-        "name": fmt if fmt == "fp8" else f"{fmt} {rule or search}",
+        "name": name_of(fmt, rule, search),
         "quantize_mb_s": megabytes / codes,
         "median_mb_s": megabytes / median,
         "fake_quantize_mb_s": megabytes / fake,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import fp4bf16 as fb
 from fp4bf16.backends import cpu_quantize as cpu
 from fp4bf16.backends import threads
 from fp4bf16.errors import NonFiniteError, ShapeError
@@ -131,6 +132,55 @@ def test_zero_and_non_finite_blocks():
             cpu.quantize_rows(x, fmt, rounding="stochastic")
         value = cpu.fake_quantize_rows(x, fmt, rounding="stochastic", nan="propagate")
         assert (value[0, :32] == 0).all() and np.isnan(value[1, 40]) and np.isfinite(value[1, :32]).all()
+
+
+# ---- the public call ---------------------------------------------------------------------------------------
+def _same(xq: fb.QuantizedArray, want: Q.Quantized) -> None:
+    for name in ("packed", "block_scale", "outer_scale"):
+        ours, theirs = getattr(xq, name), getattr(want, name)
+        assert (ours is None) == (theirs is None), name
+        if theirs is not None:
+            np.testing.assert_array_equal(np.asarray(ours), theirs, err_msg=name)
+    np.testing.assert_array_equal(np.asarray(fb.dequantize(xq)), Q.dequantize(want))
+
+
+@pytest.mark.parametrize("fmt", Q.BLOCK)
+@pytest.mark.parametrize("axis", [0, 1, 2, 3, -2])
+@pytest.mark.parametrize("outer", ["default", "image", "tensor", 3])
+def test_public_axes(rng, fmt, axis, outer):
+    if (outer == "image" and axis == 0) or (fmt == "mxfp4" and outer != "default"):
+        return
+    x, seed = rng.standard_normal((3, 18, 2, 33)).astype(np.float32), _draw(rng)
+    options = {"axis": axis, "outer": outer, "rounding": "stochastic", "seed": seed}
+    want = Q.quantize(x, fmt, **options)
+    xq = fb.quantize(x, fmt, **options)
+    _same(xq, want)
+    view = fb.quantize(np.ascontiguousarray(x.transpose(2, 0, 3, 1)).transpose(1, 3, 0, 2), fmt, **options)
+    _same(view, want)  # the logical index counts, not the memory's
+    other = fb.quantize(x, fmt, **options | {"seed": 1})
+    _same(fb.quantize(x, fmt, **options, out=other), want)
+
+
+@pytest.mark.parametrize("shape, axis", [((300, 257), 0), ((4096, 20), 0), ((0, 5), 0), ((5, 0), 0),
+    ((5, 0), 1), ((3, 4, 0), 1), ((2, 0, 3), 1), ((17,), 0)])  # fmt: skip
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, np.float64])
+def test_public_shapes(rng, shape, axis, dtype):
+    x = rng.standard_normal(shape).astype(dtype)
+    for fmt in Q.BLOCK:
+        options = {"axis": axis, "rounding": "stochastic", "seed": 3}
+        _same(fb.quantize(x, fmt, **options), Q.quantize(np.asarray(x, np.float32), fmt, **options))
+
+
+def test_public_refusals():
+    x = np.ones((4, 32), np.float32)
+    for options, words in (
+        ({"format": "mxfp4", "scale_rule": "even"}, "scale_rule='rceil'"),
+        ({"format": "nvfp4", "scale_rule": "four_over_six"}, "scale_rule='te'"),
+        ({"seed": -1}, "seed: -1 is neither"),
+        ({"rounding": "stochastc"}, "'stochastc'.*'stochastic'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fb.quantize(x, **{"rounding": "stochastic", **options})
 
 
 # ---- what the words depend on ------------------------------------------------------------------------------

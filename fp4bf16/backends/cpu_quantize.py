@@ -224,7 +224,7 @@ def _draw(rounding: str, seed, after: int, rows: int) -> tuple[int, int, int, in
         raise ValueError(
             f"rounding: {rounding!r} is unknown{nearest(rounding, ROUNDINGS)}; pass 'nearest' or 'stochastic'"
         )
-    if after < 1 or rows % after:
+    if rows and (after < 1 or rows % after):
         raise ShapeError(
             f"quantize_rows: after is {after}, but a divisor of the {rows} rows is needed; pass the product "
             f"of the axes of x that follow the blocked one"
