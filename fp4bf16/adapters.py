@@ -6,9 +6,8 @@ Nothing is imported here: the frameworks' modules are the caller's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,7 +77,8 @@ class DeviceArray:
         return self.address + low * size, self.address + (high + 1) * size
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, in elements, of a C-contiguous array.
 
     >>> contiguous_strides((2, 3, 4))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -371,6 +373,31 @@ def test_dispatch():
     assert dispatch.backend_name(device.operand(x, "x")) == "cuda"
     assert dispatch.backend_name(np.ones(3), fb.quantize(x.array)) == "cpu"
     assert dispatch.available_backends() == ["cpu", "cuda"]
+
+
+def test_without_the_library(monkeypatch, host_cuda):  # noqa: F811
+    """A device array cannot exist without a driver, but it can without our library."""
+    monkeypatch.undo()
+    monkeypatch.setitem(device._FRAMEWORKS, "fake", host_cuda.fake)
+    monkeypatch.setitem(device._KINDS, FakeArray, host_cuda.fake)
+    monkeypatch.setenv("FP4BF16_LIBRARY", "/nowhere/libfp4bf16.so")
+    cuda.load.cache_clear()
+    with pytest.raises(fb.LibraryError, match="FP4BF16_LIBRARY: /nowhere/libfp4bf16.so is no file; unset it"):
+        fb.quantize(put(np.ones((2, 16), np.float32)))
+    assert dispatch.available_backends() == ["cpu"]
+    assert "is no file" in cuda.state()["problem"] and cuda.devices() == []
+    monkeypatch.undo()
+    cuda.load.cache_clear()
+
+
+def test_arrays_are_recognised_without_imports():
+    code = (
+        "import sys, numpy as np, fp4bf16 as fb\n"
+        "fb.quantize(np.ones((2, 16), np.float32))\n"
+        "print(fb.quantize.__module__, sorted({'torch', 'cupy', 'cuda'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["fp4bf16.quantize", "[]"]
 
 
 def test_failure_of_a_call_is_a_sentence(host_cuda):  # noqa: F811

@@ -1,13 +1,9 @@
-"""Quantise, decode and expand on the device: the compiled library's kernels behind the public functions.
-
-`quantize_array` is the whole of it for callers that want other results than a container: the expansion alone,
-the low-rank branch's T, the gathered outlier columns.
-"""
+"""Quantise, decode and expand on the device: the compiled library's kernels behind the public functions."""
 
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,26 +38,11 @@ RULES = {
 EXPANDED = ("nvfp4_exact", "fp8")  # formats whose expansion is exact whatever the numbers
 
 
-class DeviceQuantized(NamedTuple):
-    """What one pass made, None where it was not asked for; `rows` and K are those of the stored layout.
-
-    packed: uint8 (\\*lead, Kp / 2), fp8 (\\*lead, K). block_scale: uint8 (\\*lead, Kp / block). outer_scale:
-    float32 in the container's shape. expanded: uint8 (\\*lead, Kp rounded up to `align`). sums: float64
-    (rows, 3); counts: int32 (5,), as in fp4bf16.h. hidden: bfloat16 (rows, rank + outliers).
-    """
-
-    packed: DeviceArray | None
-    block_scale: DeviceArray | None
-    outer_scale: DeviceArray | None
-    expanded: DeviceArray | None
-    sums: DeviceArray | None
-    counts: DeviceArray | None
-    hidden: DeviceArray | None
-    order: tuple[int, ...]
-
-
 class DeviceStats(QuantStats):
-    """`QuantStats` that stay on the device until one is asked for, which waits for the quantiser."""
+    """`QuantStats` that stay on the device until one is asked for, which waits for the quantiser.
+
+    They are read once: those of a captured call are of the replay before the first look.
+    """
 
     def __init__(self, sums: DeviceArray, counts: DeviceArray, source_dtype: str):
         self._sums, self._counts, self.source_dtype = sums, counts, source_dtype
@@ -99,62 +80,46 @@ class DeviceStats(QuantStats):
 
 
 # ---- the kernel's arguments --------------------------------------------------------------------------------
+class Plan(NamedTuple):
+    """What follows from shapes and strides: logical axes but the blocked one as `lead`, `rows` of `k`, their
+    padded length, the stored order, the outer scale's shape and groups, and how x is walked (None: a copy).
+    """
+
+    lead: tuple[int, ...]
+    rows: int
+    k: int
+    k_padded: int
+    order: tuple[int, ...]
+    outer_shape: tuple[int, ...] | None
+    mid: int
+    inner: int
+    form: Rows | None
+
+
+@lru_cache(maxsize=4096)
+def _plan(shape, strides, multiple: int, axis: int, outer: str | None, stochastic: bool) -> Plan:
+    """`outer` is None where the scales are given or the format has none."""
+    lead = tuple(n for i, n in enumerate(shape) if i != axis)
+    rows, k = math.prod(lead), shape[axis]
+    outer_shape, mid, inner = None, 1, max(rows, 1)
+    if outer is not None:
+        keep = kept_axes(outer, len(shape), axis)
+        varies = [i in keep for i in range(len(lead))]
+        mid, inner = (max(n, 1) for n in groups(lead, varies))
+        outer_shape = (*(n if v else 1 for n, v in zip(lead, varies, strict=True)), 1)
+    form = None
+    if rows and k:
+        after = math.prod(shape[axis + 1 :]) if stochastic else None
+        lead_strides = [s for i, s in enumerate(strides) if i != axis]
+        form = rows_of(lead, lead_strides, k, strides[axis], after)
+    padded = -(-k // multiple) * multiple
+    return Plan(lead, rows, k, padded, stored_order(len(shape), axis), outer_shape, mid, inner, form)
+
+
 @cache
 def _pointers(library: Any) -> dict[str, Any]:
     fields = library.ffi.typeof("fp4bf16_quantize_args").fields
     return {name: field.type for name, field in fields if field.type.kind == "pointer"}
-
-
-class _Arguments:
-    """A zeroed fp4bf16_quantize_args; addresses are set with their C types."""
-
-    def __init__(self):
-        library = cuda.load()
-        self.struct = library.ffi.new("fp4bf16_quantize_args*")
-        self._cast, self._kinds = library.ffi.cast, _pointers(library)
-
-    def point(self, **arrays: DeviceArray | None) -> None:
-        for name, array in arrays.items():
-            if array is not None:
-                setattr(self.struct, name, self._cast(self._kinds[name], array.address))
-
-
-def _strided_rows(x: DeviceArray, axis: int, after: int | None):
-    """(x or a contiguous copy of it, its rows)."""
-    rows = _walk(x, axis, after)
-    if rows is None:
-        x = device.contiguous(x)
-        rows = _walk(x, axis, after)
-    return x, rows
-
-
-def _walk(x: DeviceArray, axis: int, after: int | None) -> Rows | None:
-    if x.address % x.itemsize:
-        return None
-    lead, strides = ([n for i, n in enumerate(v) if i != axis] for v in (x.shape, x.strides))
-    return rows_of(lead, strides, x.shape[axis], x.strides[axis], after)
-
-
-def _outer_arguments(args: _Arguments, x: DeviceArray, outer, lead: tuple[int, ...], axis: int):
-    """Sets the groups and given scales -> (shape of the outer scale, the given scales or None)."""
-    struct, rows = args.struct, math.prod(lead)
-    if outer is None:
-        struct.mid, struct.inner = 1, max(rows, 1)
-        return None, None
-    if isinstance(outer, str):
-        keep = kept_axes(outer, len(lead) + 1, axis)
-        varies = [i in keep for i in range(len(lead))]
-        struct.mid, struct.inner = map(lambda n: max(n, 1), groups(lead, varies))
-        return (*(n if v else 1 for n, v in zip(lead, varies, strict=True)), 1), None
-    scale = _given_scales(x, outer, lead)
-    if scale.size == 1:
-        struct.mid, struct.inner, struct.outer_given_stride = max(rows, 1), 1, 0
-        args.point(outer_given=scale)
-        return scale.shape, (scale, scale)
-    full = device.contiguous(device.broadcast(scale, (*lead, 1)))
-    struct.mid, struct.inner, struct.outer_given_stride = 1, max(rows, 1), 1
-    args.point(outer_given=full)
-    return scale.shape, (scale, full)
 
 
 def _given_scales(x: DeviceArray, outer, lead: tuple[int, ...]) -> DeviceArray:
@@ -175,141 +140,105 @@ def _given_scales(x: DeviceArray, outer, lead: tuple[int, ...]) -> DeviceArray:
 
 
 # ---- quantise ----------------------------------------------------------------------------------------------
-def quantize_array(
-    x: DeviceArray, fmt: Format, axis: int, outer, handle: int, *, rounding="nearest", seed=0,
-    scale_rule=None, search="full", packed=True, expanded=False, align=1, stats=True,
-    down_t: DeviceArray | None = None, outlier_index: DeviceArray | None = None, hidden_align=8,
-    out: DeviceQuantized | None = None,
-) -> DeviceQuantized:  # fmt: skip
-    """Quantise on the stream `handle`; inside `device.ordered`.
-
-    Args:
-        x: any strides; float64 is converted to float32, what the kernel cannot walk is copied, both by the
-            framework. axis, outer: as in `fp4bf16.quantize`, axis from 0.
-        packed, expanded, stats: which results to make. align: the rows of `expanded` are a multiple of so
-            many bytes long.
-        down_t: bfloat16 (rank, K): `hidden` is bf16(x @ down). outlier_index: int32 (outliers,) ascending:
-            these columns go to `hidden` behind the rank, and count as zero elsewhere. The rows of `hidden`
-            are a multiple of `hidden_align` long.
-        out: arrays to write to, C-contiguous; those that are None are made.
-    """
-    if x.dtype not in DTYPES:
-        x = device.astype(x, "float32")
-    lead = tuple(n for i, n in enumerate(x.shape) if i != axis)
-    rows, k = math.prod(lead), x.shape[axis]
-    kp = -(-k // fmt.multiple) * fmt.multiple
-    args = _Arguments()
-    struct = args.struct
-    outer_shape, given = _outer_arguments(args, x, outer, lead, axis)
-    result = _results(x, fmt, lead, k, kp, outer_shape, given, packed, expanded, align, stats, out)
-    hidden = None
-    if down_t is not None or outlier_index is not None:
-        hidden = _hidden(args, x, rows, k, down_t, outlier_index, hidden_align)
-    result = result._replace(hidden=hidden, order=stored_order(x.ndim, axis))
-    if rows == 0 or k == 0:
-        _clear(result, given is None)
-        return result
-    after = math.prod(x.shape[axis + 1 :]) if rounding == "stochastic" else None
-    x, form = _strided_rows(x, axis, after)
-    struct.rows, struct.k_size = rows, k
-    struct.after, struct.x_stride, struct.k_stride = form
-    struct.dtype, struct.format = DTYPES[x.dtype], FORMAT_CODES[fmt.name]
-    struct.rule, struct.search = RULES[scale_rule], search == "fast"
-    if rounding == "stochastic":
-        struct.rounding = 1
-        struct.seed, struct.stream_word, struct.call_word = seed_words(seed)
-    args.point(x=x, packed=result.packed, block_scale=result.block_scale, expanded=result.expanded,
-               sums=result.sums, counts=result.counts)  # fmt: skip
-    if given is None:
-        args.point(outer_scale=result.outer_scale)
-    if result.expanded is not None:
-        struct.expanded_stride = result.expanded.shape[-1]
-    size = cuda.load().lib.fp4bf16_quantize_workspace_size(struct)
-    workspace = device.empty((size,), "uint8", x) if size > 0 else None
-    args.point(workspace=workspace)
-    device.call("quantize", struct, handle)
-    return result
-
-
-def _results(x, fmt, lead, k, kp, outer_shape, given, packed, expanded, align, stats, out) -> DeviceQuantized:
-    """Arrays for what was asked for: those of `out`, else new ones."""
-
-    def make(name: str, wanted: bool, shape: tuple[int, ...], dtype: str) -> DeviceArray | None:
-        if not wanted:
-            return None
-        ready = getattr(out, name) if out is not None else None
-        return device.empty(shape, dtype, x, name) if ready is None else ready
-
-    rows, blocks = math.prod(lead), kp // fmt.block if fmt.block else 0
-    width = -(-kp // align) * align
-    codes = make("packed", packed, (*lead, kp // 2 if fmt.block else k), "uint8")
-    scale = make("block_scale", fmt.block > 0 and packed, (*lead, blocks), "uint8")
-    whole = make("expanded", expanded, (*lead, width), "uint8")
-    sums = make("sums", stats, (rows, 3), "float64")
-    counts = device.full((5,), 0, "int32", x) if stats else None
-    if outer_shape is None:
-        outer = None
-    elif given is None or out is not None:
-        outer = make("outer_scale", True, outer_shape, "float32")
-        if outer.shape != outer_shape:
-            raise ShapeError(f"quantize: out.outer_scale has shape {outer.shape}, but outer= makes "
-                             f"{outer_shape}; pass an out that was made with the same outer=")  # fmt: skip
-        if given is not None:
-            device.assign(outer, given[0])
-    else:
-        outer = given[0]
-    return DeviceQuantized(codes, scale, outer, whole, sums, counts, None, ())
-
-
-def _hidden(args, x, rows, k, down_t, outlier_index, hidden_align) -> DeviceArray:
-    struct = args.struct
-    if down_t is not None:
-        if down_t.shape[-1] != k or down_t.strides[-1] != 1 or down_t.dtype != "bfloat16":
-            raise ShapeError(f"quantize: down_t is {down_t.dtype} of shape {down_t.shape}, but bfloat16 "
-                             f"(rank, {k}) is needed, its rows contiguous")  # fmt: skip
-        struct.rank, struct.down_stride = down_t.shape[0], down_t.strides[0] if down_t.shape[0] > 1 else k
-        args.point(down_t=down_t)
-    if outlier_index is not None:
-        struct.outliers = outlier_index.shape[0]
-        args.point(outlier_index=outlier_index)
-    width = struct.rank + struct.outliers
-    hidden = device.empty((rows, -(-width // hidden_align) * hidden_align), "bfloat16", x, "hidden")
-    struct.hidden_stride = hidden.shape[1]
-    args.point(hidden=hidden)
-    return hidden
-
-
-def _clear(result: DeviceQuantized, outer: bool) -> None:
-    """Results of an array without elements: nothing is launched for it."""
-    scale = result.outer_scale if outer else None
-    for array, value in ((result.sums, 0), (scale, 1), (result.hidden, 0)):
-        if array is not None and array.size:
-            device.assign(array, device.full(array.shape, value, array.dtype, array))
-
-
 def quantize(x, fmt: Format, axis: int, outer, rounding, seed, scale_rule, search, nan, expand, stats, out,
              stream) -> QuantizedArray:  # fmt: skip
     """`fp4bf16.quantize` of an array on the device."""
     operand = device.float_operand(x, "x")
-    axis = check_axis(axis, operand.ndim, operand.shape)
+    axis = check_axis(axis, len(operand.shape), operand.shape)
     outer = check_outer(outer, fmt)
     check_options(fmt, rounding, scale_rule, search, nan)
-    targets = None if out is None else _targets(out, fmt, operand, axis, expand)
     with device.ordered("quantize", stream, (operand,)) as handle:
-        q = quantize_array(
-            operand, fmt, axis, outer, handle, rounding=rounding, seed=seed, scale_rule=scale_rule,
-            search=search, expanded=expand and fmt.block > 0, stats=stats or nan == "raise", out=targets,
-        )  # fmt: skip
+        targets = {} if out is None else _targets(out, fmt, operand, axis, expand)
+        source = operand if operand.dtype in DTYPES else device.astype(operand, "float32")
+        given = None if outer is None or isinstance(outer, str) else outer
+        key = fmt.multiple, axis, outer if given is None else None, rounding == "stochastic"
+        plan = _plan(source.shape, source.strides, *key)
+        if plan.rows and plan.k and (plan.form is None or source.address % source.itemsize):
+            source = device.contiguous(source)
+            plan = _plan(source.shape, source.strides, *key)
+        if given is not None:
+            given = _given_scales(source, given, plan.lead)
+        made = _results(source, fmt, plan, given, expand, stats or nan == "raise", targets)
+        if plan.rows and plan.k:
+            random = seed_words(seed) if rounding == "stochastic" else None
+            _launch(source, fmt, plan, given, made, scale_rule, search, random, handle)
+        else:
+            _clear(made, given is None)
         if nan == "raise":
-            _raise_non_finite(q.counts)
-    found = DeviceStats(q.sums, q.counts, operand.dtype) if stats else None
-    expanded = q.packed if expand and fmt.block == 0 else q.expanded
-    expanded = None if expanded is None else expanded.owner
+            _raise_non_finite(made["counts"])
+    found = DeviceStats(made["sums"], made["counts"], operand.dtype) if stats else None
+    owned = {name: None if array is None else array.owner for name, array in made.items()}
+    expanded = owned["packed"] if expand and fmt.block == 0 else owned["expanded"]
     if out is not None:
         out.stats, out._expanded = found, expanded
         return out
-    parts = [None if p is None else p.owner for p in (q.packed, q.block_scale, q.outer_scale)]
-    return QuantizedArray(*parts, fmt, operand.shape, q.order, found, expanded)
+    parts = (owned[name] for name in ("packed", "block_scale", "outer_scale"))
+    return QuantizedArray(*parts, fmt, operand.shape, plan.order, found, expanded)
+
+
+def _results(x: DeviceArray, fmt: Format, plan: Plan, given, expand, stats, targets: dict) -> dict:
+    """Name -> array to write to: that of `targets`, a new one, or None for what is not asked for."""
+    lead, blocks = plan.lead, plan.k_padded // fmt.block if fmt.block else 0
+    shapes = {
+        "packed": ((*lead, plan.k_padded // 2 if fmt.block else plan.k), "uint8"),
+        "block_scale": ((*lead, blocks), "uint8") if fmt.block else None,
+        "outer_scale": None if plan.outer_shape is None else (plan.outer_shape, "float32"),
+        "expanded": ((*lead, plan.k_padded), "uint8") if expand and fmt.block else None,
+        "sums": ((plan.rows, 3), "float64") if stats else None,
+    }
+    made = {
+        name: None if wanted is None else targets.get(name) or device.empty(*wanted, x, name)
+        for name, wanted in shapes.items()
+    }
+    made["counts"] = device.full((5,), 0, "int32", x) if stats else None
+    if given is not None:
+        made["outer_scale"] = targets.get("outer_scale") or given
+    shape, target = plan.outer_shape if given is None else given.shape, targets.get("outer_scale")
+    if target is not None:
+        if target.shape != shape:
+            raise ShapeError(f"quantize: out.outer_scale has shape {target.shape}, but outer= makes {shape}; "
+                             f"pass an out that was made with the same outer=")  # fmt: skip
+        if given is not None:
+            device.assign(target, given)
+    return made
+
+
+def _launch(x, fmt: Format, plan: Plan, given, made: dict, scale_rule, search, random, handle: int) -> None:
+    library = cuda.load()
+    args, cast, kinds = library.ffi.new("fp4bf16_quantize_args*"), library.ffi.cast, _pointers(library)
+    args.rows, args.k_size, args.mid, args.inner = plan.rows, plan.k, plan.mid, plan.inner
+    args.after, args.x_stride, args.k_stride = plan.form
+    args.dtype, args.format = DTYPES[x.dtype], FORMAT_CODES[fmt.name]
+    args.rule, args.search = RULES[scale_rule], search == "fast"
+    if random is not None:
+        args.rounding = 1
+        args.seed, args.stream_word, args.call_word = random
+    if made["expanded"] is not None:
+        args.expanded_stride = plan.k_padded
+    if given is not None:
+        made = made | {"outer_scale": None}
+        if given.size == 1:
+            args.mid, args.inner = plan.rows, 1
+        else:
+            given = device.contiguous(device.broadcast(given, (*plan.lead, 1)))
+            args.mid, args.inner, args.outer_given_stride = 1, plan.rows, 1
+        args.outer_given = cast(kinds["outer_given"], given.address)
+    args.x = cast(kinds["x"], x.address)
+    for name, array in made.items():
+        if array is not None:
+            setattr(args, name, cast(kinds[name], array.address))
+    size = library.lib.fp4bf16_quantize_workspace_size(args)
+    if size > 0:
+        workspace = device.empty((size,), "uint8", x)
+        args.workspace = cast(kinds["workspace"], workspace.address)
+    device.call("quantize", args, handle)
+
+
+def _clear(made: dict, outer: bool) -> None:
+    """Results of an array without elements: nothing is launched for it."""
+    for array, value in ((made["sums"], 0), (made["outer_scale"] if outer else None, 1)):
+        if array is not None and array.size:
+            device.assign(array, device.full(array.shape, value, array.dtype, array))
 
 
 def _raise_non_finite(counts: DeviceArray) -> None:
@@ -319,23 +248,23 @@ def _raise_non_finite(counts: DeviceArray) -> None:
                              f"blocks; clean x or pass nan='propagate'")  # fmt: skip
 
 
-def _targets(out, fmt: Format, x: DeviceArray, axis: int, expand: bool) -> DeviceQuantized:
-    """`out`'s arrays as what to write to, after checking that they are what the result needs."""
-    check_out(out, fmt, x.shape, stored_order(x.ndim, axis))
+def _targets(out, fmt: Format, x: DeviceArray, axis: int, expand: bool) -> dict[str, DeviceArray]:
+    """`out`'s arrays by name, after checking that they are what the result needs."""
+    check_out(out, fmt, x.shape, stored_order(len(x.shape), axis))
     parts = {n: getattr(out, n) for n in ("packed", "block_scale", "outer_scale")}
     if expand and fmt.block:
         parts["expanded"] = out._expanded
+    parts = {n: p for n, p in parts.items() if p is not None}
     device.check_together("quantize", [("x", x)] + [(f"out.{n}", p) for n, p in parts.items()])
-    found = {n: None if p is None else device.operand(p, f"out.{n}") for n, p in parts.items()}
+    found = {n: device.operand(p, f"out.{n}") for n, p in parts.items()}
     for p in found.values():
-        if p is not None and not p.c_contiguous:
+        if not p.c_contiguous:
             raise ValueError(f"quantize: {p.name} is not contiguous; pass out.copy()")
-        if p is not None and device.overlap(p, x):
+        if device.overlap(p, x):
             raise ValueError(
                 f"quantize: {p.name} overlaps x in memory; pass an out that shares nothing with x"
             )
-    named = [found.get(n) for n in ("packed", "block_scale", "outer_scale", "expanded")]
-    return DeviceQuantized(*named, None, None, None, ())
+    return found
 
 
 # ---- back --------------------------------------------------------------------------------------------------
