@@ -67,25 +67,27 @@ fp4bf16_status check_batch(const char* op, fp4bf16_gemm_args* a) {
         FP4BF16_TRY(check_range(op, count.name, *count.value, 0, kMostRows));
         if (*count.value == 0) *count.value = 1;
     }
-    const bool many_a = a->batch_count > 1 && a->a_batch_mod > 1;
-    const bool many_b = a->batch_count > 1 && a->b_batch_mod > 1, many = a->batch_count > 1;
+    const bool many = a->batch_count > 1;
+    if (!many) a->a_batch_div = a->a_batch_mod = a->b_batch_div = a->b_batch_mod = 1;
+    const bool many_a = a->a_batch_mod > 1, many_b = a->b_batch_mod > 1;
     const struct {
         const char* name;
         int64_t* value;
         bool used;
+        int64_t least;  // what is read by address alone may also lie backwards
     } strides[] = {
-        {"a8_batch_stride", &a->a8_batch_stride, many_a},
-        {"a16_batch_stride", &a->a16_batch_stride, many_a},
-        {"row_scale_batch_stride", &a->row_scale_batch_stride, many_a},
-        {"b8_batch_stride", &a->b8_batch_stride, many_b},
-        {"b16_batch_stride", &a->b16_batch_stride, many_b},
-        {"col_scale_batch_stride", &a->col_scale_batch_stride, many_b},
-        {"residual_batch_stride", &a->residual_batch_stride, many},
-        {"d_batch_stride", &a->d_batch_stride, many},
+        {"a8_batch_stride", &a->a8_batch_stride, many_a, 0},
+        {"a16_batch_stride", &a->a16_batch_stride, many_a, 0},
+        {"row_scale_batch_stride", &a->row_scale_batch_stride, many_a, -kMostStride},
+        {"b8_batch_stride", &a->b8_batch_stride, many_b, 0},
+        {"b16_batch_stride", &a->b16_batch_stride, many_b, 0},
+        {"col_scale_batch_stride", &a->col_scale_batch_stride, many_b, -kMostStride},
+        {"residual_batch_stride", &a->residual_batch_stride, many, -kMostStride},
+        {"d_batch_stride", &a->d_batch_stride, many, 0},
     };
     for (const auto& stride : strides) {
-        if (!stride.used) *stride.value = 0;
-        FP4BF16_TRY(check_range(op, stride.name, *stride.value, 0, kMostStride));
+        if (!stride.used) *stride.value = 0;  // of a single matrix: never read
+        FP4BF16_TRY(check_range(op, stride.name, *stride.value, stride.least, kMostStride));
     }
     return FP4BF16_OK;
 }
