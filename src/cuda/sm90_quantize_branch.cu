@@ -1,8 +1,10 @@
 // Quantiser and down projection in one pass over x: the quantising warps, and the launch.
 #include <algorithm>
+#include <cuda_fp8.h>
 
 #include "common.h"
 #include "quantize.cuh"
+#include "quantize_half.cuh"
 #include "sm90_quantize_branch.cuh"
 #include "tensor_map.h"
 
@@ -18,40 +20,107 @@ struct Block {
     uint32_t scale;
 };
 
-// Rules of one row; fp8 has its elements in `expanded`.
-template <fp4bf16_format kFormat, fp4bf16_search kSearch>
-struct RowRules {
-    static constexpr fp4bf16_format kOf = kFormat;
-    Outer outer;
+enum Kind { kExactFull, kExactFast, kTe, kFp8 };
 
-    __device__ static constexpr Rule rule() {
-        return {kFormat, FP4BF16_RULE_TE, kSearch == FP4BF16_SEARCH_FULL, false};
+// A block by the rules as they are written down: NaN and Inf, subnormal numbers, blocks beyond a given scale.
+template <Kind kKind>
+__device__ __noinline__ Block special_block(uint4 low, uint4 high, Outer outer) {
+    constexpr Rule kRule = {kKind == kFp8  ? FP4BF16_FP8
+                            : kKind == kTe ? FP4BF16_NVFP4
+                                           : FP4BF16_NVFP4_EXACT,
+                            FP4BF16_RULE_TE, kKind == kExactFull, false};
+    const uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float x[16];
+    Codes<16> c;
+    int counts[kCounts] = {};
+    Philox unused(0, 0, 0);
+#pragma unroll 1
+    for (int j = 0; j < 16; ++j) x[j] = bits_float(j % 2 ? pairs[j / 2] & 0xFFFF0000u : pairs[j / 2] << 16);
+    quantize_block<16>(x, 16, 16, kRule, outer, &unused, 0, 0, false, &c, counts);
+    uint32_t p[2] = {}, e[4] = {};
+#pragma unroll 1
+    for (int j = 0; j < 16; ++j) {
+        p[j / 8] |= uint32_t{c.code[j]} << 4 * (j % 8);
+        e[j / 4] |= (kKind == kFp8 ? c.code[j] : expanded_byte(c.code[j], c.byte)) << 8 * (j % 4);
     }
+    return {{p[0], p[1]}, {e[0], e[1], e[2], e[3]}, c.byte};
+}
 
-    __device__ RowRules(const fp4bf16_quantize_args& a, int64_t row, float amax, bool first) {
+// Rules of one row; fp8 has its elements in `expanded`.
+template <Kind kKind>
+struct RowRules {
+    static constexpr fp4bf16_format kFormat = kKind == kFp8  ? FP4BF16_FP8
+                                              : kKind == kTe ? FP4BF16_NVFP4
+                                                             : FP4BF16_NVFP4_EXACT;
+    Outer outer;
+    bool expands, packs;
+
+    __device__ RowRules(const fp4bf16_quantize_args& a, int64_t row, float amax, bool first)
+        : expands(a.expanded != nullptr), packs(a.packed != nullptr) {
+        constexpr Rule kRule = {kFormat, FP4BF16_RULE_TE, false, false};
         const int64_t group = row / (a.mid * a.inner) * a.inner + row % a.inner;
         outer = a.outer_given == nullptr
-                    ? outer_from_amax(rule(), amax)
-                    : outer_from_scale(rule(), a.outer_given[group * a.outer_given_stride]);
+                    ? outer_from_amax(kRule, amax)
+                    : outer_from_scale(kRule, a.outer_given[group * a.outer_given_stride]);
         if (first && a.outer_scale != nullptr && row / a.inner % a.mid == 0)
             a.outer_scale[group] = outer.decode;
     }
 
     __device__ Block operator()(const uint4& low, const uint4& high) const {
-        const uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        float x[16];
-        for (int j = 0; j < 16; ++j)
-            x[j] = bits_float(j % 2 ? pairs[j / 2] & 0xFFFF0000u : pairs[j / 2] << 16);
-        Codes<16> c;
-        int counts[kCounts] = {};
-        quantize_block<16>(x, 16, rule(), outer, nullptr, 0, 0, false, &c, counts);
-        uint32_t p[2] = {}, e[4] = {};
-        for (int j = 0; j < 16; ++j) {
-            p[j / 8] |= uint32_t{c.code[j]} << 4 * (j % 8);
-            e[j / 4] |= (kFormat == FP4BF16_FP8 ? c.code[j] : expanded_byte(c.code[j], c.byte))
-                        << 8 * (j % 4);
+        const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        uint32_t most = w[0];
+#pragma unroll
+        for (int i = 1; i < 8; ++i) most = max_magnitudes(most, w[i]);
+        most &= 0x7FFF7FFFu;
+        const uint32_t top = max(most & 0xFFFF, most >> 16);  // BF16 bits
+        if (kKind == kFp8) return top >= 0x7F80 ? special_block<kKind>(low, high, outer) : fp8_block(w);
+        if (top == 0) return Block{};
+        const bool exact = kKind != kTe, over = exact && bits_float(top << 16) * outer.encode > 6.0f * 64.0f;
+        if (top < 32 << 7 || top >= 0x7F80 || over) return special_block<kKind>(low, high, outer);
+        return fp4_block(w, top);
+    }
+
+    __device__ Block fp8_block(const uint32_t (&w)[8]) const {
+        uint32_t two[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            two[i] = __nv_cvt_float2_to_fp8x2(make_float2(bits_float(w[i] << 16) * outer.encode,
+                                                          bits_float(w[i] & 0xFFFF0000u) * outer.encode),
+                                              __NV_SATFINITE, __NV_E4M3);
+        return {{},
+                {two[0] | two[1] << 16, two[2] | two[3] << 16, two[4] | two[5] << 16, two[6] | two[7] << 16},
+                0};
+    }
+
+    __device__ Block fp4_block(const uint32_t (&w)[8], uint32_t top) const {
+        const float largest = bits_float(top << 16);
+        uint32_t q[8], byte, unit;  // magnitudes of the codes in FP16; scale, and as FP16 times 2^-8
+        if constexpr (kKind == kTe) {
+            const Scale s =
+                nvfp4_scale(e4m3_code(fminf(largest * (outer.encode * (1.0f / 6.0f)), 448.0f)), outer);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) q[i] = round_pair(w[i] & 0x7FFF7FFFu, s.multiplier);
+            byte = s.byte, unit = 0;
+        } else {
+            const int exponent = static_cast<int>(top >> 7);
+            const uint32_t shift = shift_of(17, exponent);  // the largest of y is in [4, 8)
+            uint32_t y[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) y[i] = to_half(w[i] & 0x7FFF7FFFu, shift);
+            const int i = search_half<kKind == kExactFull>(y, largest * outer.encode,
+                                                           power_of_two(exponent - 129) * outer.encode, q);
+            byte = scale_byte(i), unit = both(scale_value(i) * 0x1p-8f);
         }
-        return {{p[0], p[1]}, {e[0], e[1], e[2], e[3]}, c.byte};
+        Block out{{}, {}, byte};
+        if (kKind != kTe && expands)
+            out.expanded = make_uint4(expand_codes(q, w, unit), expand_codes(q + 2, w + 2, unit),
+                                      expand_codes(q + 4, w + 4, unit), expand_codes(q + 6, w + 6, unit));
+        if (packs) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) q[i] |= w[i] & 0x80008000u;
+            out.packed = make_uint2(pack_codes(q), pack_codes(q + 4));
+        }
+        return out;
     }
 };
 
@@ -75,8 +144,8 @@ struct Target {
 
     template <typename Rules>
     __device__ void store(uint32_t column, const Block& b) const {
-        constexpr bool kFp8 = Rules::kOf == FP4BF16_FP8;
-        if (Rules::kOf != FP4BF16_NVFP4 && column < expanded_end)
+        constexpr bool kFp8 = Rules::kFormat == FP4BF16_FP8;
+        if (Rules::kFormat != FP4BF16_NVFP4 && column < expanded_end)
             *reinterpret_cast<uint4*>(expanded + column) = b.expanded;
         if (kFp8 && column < packed_end) *reinterpret_cast<uint4*>(packed + column) = b.expanded;
         if (!kFp8 && column < packed_end) *reinterpret_cast<uint2*>(packed + column / 2) = b.packed;
@@ -290,14 +359,11 @@ fp4bf16_status quantize_branch(const fp4bf16_quantize_args& a, cudaStream_t stre
     FP4BF16_TRY(make_tensor_map("quantize", "down_t", a.down_t, 2,
                                 {a.k_size, a.rank, 1, a.down_stride, 0, kColumns, a.rank <= 64 ? 64 : 128},
                                 &down_map));
-    if (a.format == FP4BF16_FP8)
-        return launch_for_rank<RowRules<FP4BF16_FP8, FP4BF16_SEARCH_FULL>>(w, x_map, down_map, stream);
-    if (a.format == FP4BF16_NVFP4)
-        return launch_for_rank<RowRules<FP4BF16_NVFP4, FP4BF16_SEARCH_FULL>>(w, x_map, down_map, stream);
-    if (a.search == FP4BF16_SEARCH_FULL)
-        return launch_for_rank<RowRules<FP4BF16_NVFP4_EXACT, FP4BF16_SEARCH_FULL>>(w, x_map, down_map,
-                                                                                   stream);
-    return launch_for_rank<RowRules<FP4BF16_NVFP4_EXACT, FP4BF16_SEARCH_FAST>>(w, x_map, down_map, stream);
+    if (a.format == FP4BF16_FP8) return launch_for_rank<RowRules<kFp8>>(w, x_map, down_map, stream);
+    if (a.format == FP4BF16_NVFP4) return launch_for_rank<RowRules<kTe>>(w, x_map, down_map, stream);
+    return a.search == FP4BF16_SEARCH_FULL
+               ? launch_for_rank<RowRules<kExactFull>>(w, x_map, down_map, stream)
+               : launch_for_rank<RowRules<kExactFast>>(w, x_map, down_map, stream);
 }
 
 }  // namespace fp4bf16

@@ -24,7 +24,7 @@ constexpr int kRows = 64, kColumns = 64;  // of a box
 constexpr int kBoxBytes = kRows * kColumns * 2;
 constexpr int kMostBoxes = 16, kMostCtas = 8;  // boxes of a tile in a CTA, CTAs of a cluster
 #ifndef FP4BF16_BRANCH_GROUPS
-#define FP4BF16_BRANCH_GROUPS 3
+#define FP4BF16_BRANCH_GROUPS 2
 #endif
 constexpr int kGroups = FP4BF16_BRANCH_GROUPS;  // of quantising warps: eight take a box
 constexpr int kMathWarps = 4, kQuantWarps = 8 * kGroups;
