@@ -123,7 +123,7 @@ def test_lines_show_error_and_rate_or_why_there_is_none():
     assert (r["tflop_s"], r["gb_s"], r["x_cublas"]) == (1.0, 0.5, 2.0)
     parts = [part.strip() for part in record.line(r).split("|")]
     assert parts == ["matmul 1x2x3 fp4", "2000.0", "1", "0", "2.00", "0.12", "0.0017"]
-    refused = timing.Arm("x", lambda i: None, 1, note="ValueError: no")
+    refused = timing.Arm("x", None, note="ValueError: no")
     assert record.line(record.row("matmul", (1, 2, 3), refused, 1.0)).endswith("| ValueError: no")
     json.dumps(record.row("matmul", (1, 2, 3), refused, None), allow_nan=False)
 
@@ -184,10 +184,12 @@ def test_every_reading_is_a_mean_over_cold_sets():
 
     slow = timing.Arm("slow", lambda i: torch.launch(3e-3), sets=2)
     arm = timing.Arm("arm", run, sets=3, check=lambda: (0.1, 0.0))
-    broken = timing.Arm("broken", lambda i: 1 / 0, sets=3)
-    for one in (arm, slow, broken):
+    broken = timing.Arm("broken", lambda i: 1 / 0, sets=3, note="noted")
+    absent = timing.Arm("absent", None, note="not installed")
+    for one in (arm, slow, broken, absent):
         timing.prepare(torch, one)
-    assert broken.graph is None and broken.note == "ZeroDivisionError: division by zero"
+    assert broken.graph is None and broken.note == "noted; ZeroDivisionError: division by zero"
+    assert absent.graph is None and absent.note == "not installed"
     assert arm.calls % 3 == 0 and arm.calls * 1e-4 >= 0.8 * timing.REGION and slow.calls == 2
     assert seen[-arm.calls :] == [i % 3 for i in range(arm.calls)]
     timing.measure(torch, [arm, slow, broken], rounds=5, warm_up=0.01)

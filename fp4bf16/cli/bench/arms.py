@@ -81,7 +81,7 @@ class Arms:
         try:
             from . import triton_kernels as kernels
         except ImportError as error:
-            return Arm(name, lambda i: None, 1, note=refused(error))
+            return Arm(name, None, note=refused(error))
 
         def call(config: tuple[int, ...], s: ops.Operands) -> None:
             a, scale = (s.a_mx["packed"], s.a_mx["scale"]) if a_fp4 else (s.a, None)
@@ -215,11 +215,22 @@ def quantise_arms(torch: Any, raw: Raw, rows: int, k: int, l2: int, with_t: bool
     xs = [torch.randn((rows, k), dtype=torch.bfloat16, device=raw.device) for _ in range(sets)]
     copies = [torch.empty_like(x) for x in xs]
     arms = [Arm(COPY, lambda i: copies[i].copy_(xs[i]), sets, nbytes=4 * rows * k)]
-    arms += [_quantiser(torch, raw, xs, name, *how) for name, how in QUANTISERS.items()]
-    return [*arms, _with_t(torch, raw, xs)] if with_t else arms
+    arms += [_quantiser(torch, raw, xs, name, how) for name, how in QUANTISERS.items()]
+    if with_t:
+        down_t = (torch.randn((ops.RANK, k), device=raw.device) / k**0.5).to(torch.bfloat16)
+        how = QUANTISERS["nvfp4_exact fast expanded"]
+        arms.append(_quantiser(torch, raw, xs, WITH_T, how, down_t))
+    return arms
 
 
-def _quantiser(torch, raw, xs, name, format, fast, written, tensor, down_t=None) -> Arm:
+def _quantiser(torch: Any, raw: Raw, xs: list[Any], name: str, how: Any, down_t: Any = None) -> Arm:
+    try:
+        return _made_quantiser(torch, raw, xs, name, *how, down_t)
+    except ValueError as error:
+        return Arm(name, None, note=refused(error))
+
+
+def _made_quantiser(torch, raw, xs, name, format, fast, written, tensor, down_t) -> Arm:
     keep = ("packed", "scale", "outer") if written == "packed" else ("expanded", "outer")
     prepared = []
     for x in xs:
@@ -246,15 +257,6 @@ def _quantiser(torch, raw, xs, name, format, fast, written, tensor, down_t=None)
 
     arm.check = check
     return arm
-
-
-def _with_t(torch: Any, raw: Raw, xs: list[Any]) -> Arm:
-    k = xs[0].shape[1]
-    down_t = (torch.randn((ops.RANK, k), device=raw.device) / k**0.5).to(torch.bfloat16)
-    try:
-        return _quantiser(torch, raw, xs, WITH_T, *QUANTISERS["nvfp4_exact fast expanded"], down_t=down_t)
-    except Exception as error:
-        return Arm(WITH_T, lambda i: None, 1, note=refused(error))
 
 
 # ---- Python

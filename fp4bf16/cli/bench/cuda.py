@@ -61,11 +61,7 @@ def run(options: Any) -> tuple[dict[str, Any], list[dict], dict[str, dict[str, A
 
 def _measured(torch: Any, op: str, shape: tuple[int, ...], arms: list, rounds: int, peer: str) -> list[dict]:
     for arm in arms:
-        if arm.name.startswith("triton") and arm.note:
-            continue  # not installed
-        note = arm.note
         clock.prepare(torch, arm)
-        arm.note = "; ".join(filter(None, (note, arm.note)))
     clock.measure(torch, arms, rounds)
     state = [record.nvidia_smi(q) for q in ("clocks.sm", "power.draw", "temperature.gpu")]
     base = next((arm.median for arm in arms if arm.name == peer and arm.seconds), None)

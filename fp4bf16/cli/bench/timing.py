@@ -30,7 +30,7 @@ def sets_needed(nbytes: int, l2: int) -> int:
 
 @dataclass
 class Arm:
-    """One thing to time: `run(i)` launches a call on operand set i.
+    """One thing to time: `run(i)` launches a call on operand set i; None where it cannot be had here.
 
     Attributes:
         name: what is printed as the track. nbytes: operands and result of a call, counted once. flops: of a
@@ -39,8 +39,8 @@ class Arm:
     """
 
     name: str
-    run: Callable[[int], Any]
-    sets: int
+    run: Callable[[int], Any] | None
+    sets: int = 1
     flops: float = 0.0
     nbytes: int = 0
     check: Callable[[], tuple[float, float]] | None = None
@@ -69,6 +69,9 @@ def refused(error: Exception) -> str:
 
 def prepare(torch: Any, arm: Arm) -> None:
     """Run once, check the result, capture; an arm that cannot keeps the reason as its note and no graph."""
+    if arm.run is None:
+        return
+    note, arm.note = arm.note, ""
     try:
         for i in range(min(arm.sets, 2)):  # the first call compiles or tunes
             arm.run(i)
@@ -94,6 +97,7 @@ def prepare(torch: Any, arm: Arm) -> None:
     except Exception as error:  # a peer that does not take this, a track that is not there
         arm.note, arm.graph = refused(error), None
         torch.cuda.synchronize()
+    arm.note = "; ".join(filter(None, (note, arm.note)))
 
 
 def measure(torch: Any, arms: list[Arm], rounds: int, warm_up: float = WARM_UP) -> None:
