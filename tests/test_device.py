@@ -390,6 +390,16 @@ def test_without_the_library(monkeypatch, host_cuda):  # noqa: F811
     cuda.load.cache_clear()
 
 
+def test_without_a_driver(library, monkeypatch):
+    monkeypatch.setattr(cuda, "load", lambda: library)
+    if cuda.devices():
+        pytest.skip("there is a GPU")
+    with pytest.raises(fb.CudaError, match="no (NVIDIA driver|usable GPU)"):
+        fb.quantize(put(np.ones((2, 16), np.float32)))
+    assert dispatch.available_backends() == ["cpu"]
+    assert "no NVIDIA driver" in cuda.state()["problem"] or "no usable GPU" in cuda.state()["problem"]
+
+
 def test_arrays_are_recognised_without_imports():
     code = (
         "import sys, numpy as np, fp4bf16 as fb\n"
