@@ -321,6 +321,18 @@ def test_batches_interleaved_in_d(library, gpu, rng, function):
     np.testing.assert_array_equal(got, p.run(function))
 
 
+@functions
+def test_batch_fields_that_are_not_read(library, gpu, rng, function):
+    """A single product takes any batch fields; a residual may lie backwards."""
+    p = Product(library, gpu, rng, 20, 40, 64, 16, row="vector")
+    p.check(function, a_batch_div=3, a_batch_mod=5, a8_batch_stride=7, b16_batch_stride=-9, d_batch_stride=-1)
+    p = Product(library, gpu, rng, 20, 40, 64, 0, batch=(3, 1, 3, 1, 1), residual=0)
+    plain, size = p.run(function), 20 * 40
+    p.fields["residual"] += 2 * size * 4
+    backwards = p.run(function, residual_batch_stride=-size)
+    np.testing.assert_allclose(backwards - p.residual[::-1], plain - p.residual, rtol=1e-4, atol=1e-3)
+
+
 # ---- bits
 @functions
 @pytest.mark.parametrize("track", ["fp4", "bf16", "dual"])
