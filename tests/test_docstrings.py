@@ -13,7 +13,7 @@ import pytest
 
 import fp4bf16 as fb
 
-#: Importing `__main__` runs it; the compiled library ends in .so and is no module; Triton's kernels need Triton.
+#: Importing `__main__` runs it; the compiled library ends in .so and is no module; Triton's kernels need it.
 LEFT_OUT = {"fp4bf16.__main__", "fp4bf16.libfp4bf16", "fp4bf16.cli.bench.triton_kernels"}
 MODULES = sorted({m.name for m in pkgutil.walk_packages(fb.__path__, "fp4bf16.")} - LEFT_OUT)
 PUBLIC = [

@@ -210,7 +210,8 @@ def test_editable(environment):
 @pytest.mark.slow
 def test_cuda_on_without_nvcc_fails_in_a_sentence(environment):
     path = str(environment.python.parent)  # no compiler on it
-    status, text = environment.pip(ROOT, "-C", "cmake.define.FP4BF16_CUDA=ON", check=False, PATH=path)
+    status, text = environment.pip(ROOT, "-C", "cmake.define.FP4BF16_CUDA=ON", check=False, PATH=path,
+                                   SKBUILD_BUILD_DIR=str(environment.folder / "failed"))  # fmt: skip
     assert status != 0
     assert re.search(r"FP4BF16_CUDA=ON,\s+but\s+(no nvcc was found|\S+\s+cannot)", text)
 
@@ -220,7 +221,8 @@ def test_wheel_from_a_source_archive(environment):
     """sdist -> wheel: the reference is a real folder, the pictures are there, and the wheel is small."""
     environment.run("-m", "pip", "install", "-q", "build")
     out = environment.folder / "dist"
-    environment.run("-m", "build", "-C", "cmake.define.FP4BF16_CUDA=OFF", "--outdir", out, ROOT)
+    environment.run("-m", "build", "-C", "cmake.define.FP4BF16_CUDA=OFF", "--outdir", out, ROOT,
+                    SKBUILD_BUILD_DIR=str(environment.folder / "archive"))  # fmt: skip
     (wheel,) = out.glob("*.whl")
     assert wheel.stat().st_size <= 3_000_000
     names = zipfile.ZipFile(wheel).namelist()
