@@ -97,10 +97,10 @@ def _from_torch(x: Any, name: str) -> np.ndarray:
         raise TypeError(f"{name}: is a PyTorch tensor on meta, which has a shape but no numbers; pass one "
                         f"that has them")  # fmt: skip
     if x.device.type != "cpu":
-        where = "does not run on CUDA yet" if x.device.type == "cuda" else "runs on the CPU"
-        raise TypeError(
-            f"{name}: is a PyTorch tensor on {x.device}, but this operation {where}; pass {name}.cpu()"
-        )
+        what = "this operation does not run on CUDA yet"
+        if x.device.type != "cuda":
+            what = "that is no device which is computed on here"
+        raise TypeError(f"{name}: is a PyTorch tensor on {x.device}, but {what}; pass {name}.cpu()")
     if x.requires_grad:
         x = x.detach()
     if x.layout != torch.strided:

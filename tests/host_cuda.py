@@ -379,14 +379,18 @@ class Fake:
     @contextmanager
     def device_context(self, place: int):
         before, self.device = self.device, place
-        yield
-        self.device = before
+        try:
+            yield
+        finally:
+            self.device = before
 
     @contextmanager
     def stream_context(self, stream, handle: int, place: int):
         before, self.stream = self.stream, handle
-        yield
-        self.stream = before
+        try:
+            yield
+        finally:
+            self.stream = before
 
 
 def put(array, place: int = 0) -> FakeArray:

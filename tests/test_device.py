@@ -265,6 +265,9 @@ def test_the_operands_device_and_stream_are_current(rng, host_cuda):  # noqa: F8
     fb.dequantize(xq)
     fb.dequantize(xq, stream=Stream((0, 56)))
     assert host_cuda.streams == [0, 48, 40, 56] and fake.stream == 40
+    with pytest.raises(fb.NonFiniteError):
+        fb.quantize(FakeArray(x * np.nan, 1), nan="raise", stream=48)
+    assert (fake.device, fake.stream) == (0, 40)  # also after a failure
 
 
 class Stream:
