@@ -1,166 +1,169 @@
-// amax, quantise, dequantise: nvfp4_exact and nvfp4, one thread a block of 16. Written to be read and to
-// agree bit for bit with python_ref/quantize.py: this is what faster kernels are checked against on the
-// device.
-#include "common.h"
-#include "fp4.cuh"
+// fp4bf16_quantize and fp4bf16_amax: checks, normal form of the arguments, choice of the kernels.
+#include "quantize.cuh"
 
 namespace fp4bf16 {
 namespace {
 
-constexpr int kTop = 36;              // the scales of nvfp4_exact are numbered 0..36
-constexpr int kLeastExponent = -119;  // every code * scale * 2^e is then a normal FP32 and BF16 number
+constexpr const char* kName = "quantize";
 
-// ---- the scales of nvfp4_exact: s = m * 2^k, m in {1, 1.25, 1.5}, k = -6..5, and 64
-__device__ inline int quarters(int i) { return 4 + i % 3; }  // 4 m
-__device__ inline int octave(int i) { return i / 3 - 6; }    // k
-__device__ inline uint32_t scale_byte(int i) { return 8 * (i / 3 + 1) + 2 * (i % 3); }
-__device__ inline float scale_value(int i) { return e4m3_decode(scale_byte(i)); }
-
-__device__ inline float power_of_two(int e) { return __uint_as_float(static_cast<uint32_t>(e + 127) << 23); }
-
-// Least e >= kLeastExponent with amax <= 288 * 2^e; 0 for amax 0.
-__device__ inline int outer_exponent(float amax) {
-    if (amax == 0.0f) return 0;
-    int e;
-    const float fraction = frexpf(amax, &e);  // in [0.5, 1), and 288 = 0.5625 * 2^9
-    e = e - 9 + (fraction > 0.5625f);
-    return e > kLeastExponent ? e : kLeastExponent;
-}
-
-// Index of the least scale with 6 s >= a; the top one where none is.
-__device__ inline int least_scale(float a) {
-    int g = 0;
-    while (g < kTop && 6.0f * scale_value(g) < a) ++g;
-    return g;
-}
-
-// Squared error of a block under scale i, in integers: sixteenths of a code step, rescaled to one unit for
-// all scales, so that it does not depend on the order of the sum, on FMA or on how a division rounds.
-__device__ inline int64_t block_error(const float (&t)[kBlock], int i) {
-    const float inverse = 1.0f / scale_value(i);
-    const float inverse16 = 16.0f * inverse;
-    int64_t sum = 0;
-    for (int j = 0; j < kBlock; ++j) {
-        const float magnitude = fabsf(t[j]);
-        const int fine = __float2int_rn(fminf(magnitude * inverse16, 255.0f));
-        const int coded = 8 * e2m1_doubled(e2m1_code(magnitude * inverse));
-        sum += static_cast<int64_t>(fine - coded) * (fine - coded);
-    }
-    return sum * (quarters(i) * quarters(i)) << (2 * (octave(i) + 6));
-}
-
-// Which of g-1, g, g+1, g+2 are tried, as bits 0..3: all of them, or the two that matter for where a falls in
-// (6 s_{g-1}, 6 s_g].
-__device__ inline uint32_t candidates(int g, float a, bool fast) {
-    if (!fast) return 0b1111;
-    const float high = 6.0f * scale_value(g), low = g > 0 ? 6.0f * scale_value(g - 1) : 0.0f;
-    const int m = quarters(g);
-    if (a <= low + (high - low) * (m == 6 ? 0.625f : 0.5f)) return 0b0101;
-    return m == 5 ? 0b0011 : 0b0110;
-}
-
-__device__ inline int search_scale(const float (&t)[kBlock], float a, bool fast) {
-    const int g = least_scale(a);
-    const uint32_t tried = candidates(g, a, fast);
-    int chosen = -1;
-    int64_t least = 0;
-    for (int c = 0; c < 4; ++c) {
-        if ((tried >> c & 1) == 0) continue;
-        const int i = min(max(g + c - 1, 0), kTop);
-        const int64_t error = block_error(t, i);
-        if (chosen < 0 || error < least) chosen = i, least = error;  // strict: a tie keeps the smaller scale
-    }
-    return chosen;
-}
-
-__device__ inline void write_block(const float (&t)[kBlock], float multiplier, uint8_t* packed) {
-    for (int j = 0; j < kBlock; j += 2) {
-        const uint32_t low = e2m1_code(fabsf(t[j]) * multiplier) | sign_bit(t[j]);
-        const uint32_t high = e2m1_code(fabsf(t[j + 1]) * multiplier) | sign_bit(t[j + 1]);
-        packed[j / 2] = static_cast<uint8_t>(low | high << 4);
-    }
-}
-
-// ---- one block
-__device__ inline void quantize_exact(const float (&x)[kBlock], float a, float amax, bool fast,
-                                      uint8_t* packed, uint8_t* block_scale) {
-    const int e = outer_exponent(amax);
-    float t[kBlock];
-    const float inverse = power_of_two(-e);
-    for (int j = 0; j < kBlock; ++j) t[j] = x[j] * inverse;
-    const int i = search_scale(t, a * inverse, fast);
-    *block_scale = scale_byte(i);
-    write_block(t, 1.0f / scale_value(i), packed);
-}
-
-// NVFP4 as in Transformer Engine (its reference quantiser): every step in FP32, in this order.
-constexpr float kFloatMax = 3.40282347e38f;
-
-__device__ inline float te_encode(float amax) {
-    // 2688 = 448 * 6; not 0 for any finite amax
-    return amax == 0.0f ? 1.0f : fminf(2688.0f / amax, kFloatMax);
-}
-
-__device__ inline void quantize_te(const float (&x)[kBlock], float a, float amax, uint8_t* packed,
-                                   uint8_t* block_scale) {
-    const float encode = te_encode(amax);
-    const uint32_t byte = e4m3_code(fminf(a * (encode * (1.0f / 6.0f)), 448.0f));
-    const float multiplier = fminf(1.0f / (e4m3_decode(byte) * (1.0f / encode)), kFloatMax);
-    *block_scale = static_cast<uint8_t>(byte);
-    write_block(x, multiplier, packed);
-}
-
-// One thread, one block of 16; the last block of a row is padded with zeros.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    quantize_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, fp4bf16_format format, bool fast,
-                    const float* amax, int64_t rows_per_amax, uint8_t* packed, uint8_t* block_scale,
-                    float* outer_scale) {
-    const int64_t blocks = (k + kBlock - 1) / kBlock;  // a row
-    const int64_t step = int64_t{gridDim.x} * kThreads;
-    for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * blocks; i += step) {
-        const int64_t row = i / blocks, column = i % blocks * kBlock, group = row / rows_per_amax;
-        float v[kBlock], a = 0.0f;  // (16,)
-        bool finite = true;
-        for (int j = 0; j < kBlock; ++j) {
-            v[j] = column + j < k ? load(x + row * stride + column + j) : 0.0f;
-            a = fmaxf(a, fabsf(v[j]));
-            finite = finite && isfinite(v[j]);
-        }
-        if (!finite || a == 0.0f) {
-            block_scale[i] = finite ? 0 : kE4M3NaN;
-            for (int j = 0; j < kBlock / 2; ++j) packed[i * (kBlock / 2) + j] = 0;
-        } else if (format == FP4BF16_NVFP4_EXACT) {
-            quantize_exact(v, a, amax[group], fast, packed + i * (kBlock / 2), block_scale + i);
-        } else {
-            quantize_te(v, a, amax[group], packed + i * (kBlock / 2), block_scale + i);
-        }
-        if (column == 0 && row % rows_per_amax == 0)
-            outer_scale[group] = format == FP4BF16_NVFP4_EXACT ? power_of_two(outer_exponent(amax[group]))
-                                                               : 1.0f / te_encode(amax[group]);
-    }
+fp4bf16_status check_range(const char* name, T value, int64_t low, int64_t high) {
+    const auto v = static_cast<int64_t>(value);
+    if (v >= low && v <= high) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT, "quantize: %s is %lld, but %lld to %lld is needed", name,
+                static_cast<long long>(v), static_cast<long long>(low), static_cast<long long>(high));
 }
 
-// The bits of non-negative floats sort as integers, so the maximum is one of integers and depends on no
-// order. NaN and Inf are left out: they spoil their own block, not the scale of the others.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    amax_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, int64_t rows_per_amax, int* amax) {
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        int most = 0;
-        for (int64_t column = threadIdx.x; column < k; column += kThreads) {
-            const float v = fabsf(load(x + row * stride + column));
-            if (isfinite(v)) most = max(most, __float_as_int(v));
-        }
-        most = __reduce_max_sync(0xFFFFFFFFu, most);
-        if (threadIdx.x % 32 == 0) atomicMax(amax + row / rows_per_amax, most);
+// The rule, DEFAULT replaced; fails for one that the format or stochastic rounding does not have.
+fp4bf16_status check_rule(fp4bf16_quantize_args* a) {
+    const bool stochastic = a->rounding == FP4BF16_STOCHASTIC;
+    int low = FP4BF16_RULE_DEFAULT, high = FP4BF16_RULE_DEFAULT;
+    if (a->format == FP4BF16_NVFP4) {
+        if (a->rule == FP4BF16_RULE_DEFAULT) a->rule = FP4BF16_RULE_TE;
+        low = FP4BF16_RULE_TE;
+        high = stochastic ? FP4BF16_RULE_TE : FP4BF16_RULE_FOUR_OVER_SIX_MAE_448;
+    } else if (a->format == FP4BF16_MXFP4) {
+        if (a->rule == FP4BF16_RULE_DEFAULT) a->rule = stochastic ? FP4BF16_RULE_RCEIL : FP4BF16_RULE_EVEN;
+        low = stochastic ? FP4BF16_RULE_RCEIL : FP4BF16_RULE_EVEN;
+        high = FP4BF16_RULE_CEIL;
     }
+    if (a->rule >= low && a->rule <= high) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "quantize: rule is %d, but format %d with rounding %d takes %d to %d or DEFAULT (0)",
+                static_cast<int>(a->rule), static_cast<int>(a->format), static_cast<int>(a->rounding), low,
+                high);
+}
+
+// Numbers alone, no pointers: what the size of the workspace depends on.
+fp4bf16_status check_numbers(fp4bf16_quantize_args* a) {
+    FP4BF16_TRY(check_dtype(kName, a->dtype));
+    FP4BF16_TRY(check_range("format", a->format, FP4BF16_NVFP4_EXACT, FP4BF16_FP8));
+    FP4BF16_TRY(check_range("search", a->search, FP4BF16_SEARCH_FULL, FP4BF16_SEARCH_FAST));
+    FP4BF16_TRY(check_range("rounding", a->rounding, FP4BF16_NEAREST, FP4BF16_STOCHASTIC));
+    FP4BF16_TRY(check_rule(a));
+    const int64_t most = int64_t{1} << 40;
+    FP4BF16_TRY(check_range("after", a->after, 1, most));
+    FP4BF16_TRY(check_matrix(kName, "x", a /* x may be NULL here */, a->rows, a->k_size,
+                             a->after == 1 && a->k_stride == 1 ? a->x_stride : most, 1));
+    FP4BF16_TRY(check_range("outliers", a->outliers, 0, a->k_size));
+    FP4BF16_TRY(check_range("rank", a->rank, 0, int64_t{1} << 20));
+    if (a->rows == 0) return FP4BF16_OK;
+    if (a->rows % a->after != 0)
+        return fail(FP4BF16_INVALID_ARGUMENT, "quantize: rows is %lld, but must be a multiple of after, %lld",
+                    static_cast<long long>(a->rows), static_cast<long long>(a->after));
+    FP4BF16_TRY(check_range("mid", a->mid, 1, a->rows));
+    return check_range("inner", a->inner, 1, a->rows);
+}
+
+fp4bf16_status check_hidden(const fp4bf16_quantize_args& a) {
+    if (a.outliers > 0)
+        FP4BF16_TRY(check_pointer(kName, "outlier_index", a.outlier_index, alignof(int32_t)));
+    if (a.rank > 0 && a.k_size > 0) {
+        FP4BF16_TRY(check_pointer(kName, "down_t", a.down_t, 2));
+        FP4BF16_TRY(check_matrix(kName, "down_t", a.down_t, a.rank, a.k_size, a.down_stride, 2));
+    }
+    if (a.rank + a.outliers == 0 && a.hidden == nullptr) return FP4BF16_OK;
+    FP4BF16_TRY(check_pointer(kName, "hidden", a.hidden, 2));
+    if (a.hidden_stride >= a.rank + a.outliers) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "quantize: hidden_stride is %lld, less than its %lld columns (rank + outliers)",
+                static_cast<long long>(a.hidden_stride), static_cast<long long>(a.rank + a.outliers));
+}
+
+template <typename T>
+fp4bf16_status check_optional(const char* name, const T* pointer) {
+    return pointer == nullptr ? FP4BF16_OK : check_pointer(kName, name, pointer, alignof(T));
+}
+
+fp4bf16_status check_results(const fp4bf16_quantize_args& a, int64_t kp) {
+    FP4BF16_TRY(check_optional("outer_given", a.outer_given));
+    FP4BF16_TRY(check_optional("outer_scale", a.outer_scale));
+    FP4BF16_TRY(check_optional("sums", a.sums));
+    FP4BF16_TRY(check_optional("counts", a.counts));
+    FP4BF16_TRY(check_range("outer_given_stride", a.outer_given_stride, 0, 1));
+    if (a.outer_given != nullptr && a.format == FP4BF16_MXFP4)
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "quantize: outer_given is set, but mxfp4 (2) has no outer scale; pass NULL");
+    if (a.packed != nullptr && a.block_scale == nullptr && a.format != FP4BF16_FP8)
+        return fail(FP4BF16_INVALID_ARGUMENT, "quantize: block_scale is NULL, but packed needs it");
+    if (a.expanded == nullptr) return check_hidden(a);
+    if (a.format == FP4BF16_NVFP4 || a.format == FP4BF16_MXFP4)
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "quantize: expanded is set, but E4M3 does not hold every product of format %d; "
+                    "nvfp4_exact (0) and fp8 (3) alone expand",
+                    static_cast<int>(a.format));
+    if (a.expanded_stride < kp)
+        return fail(FP4BF16_INVALID_ARGUMENT, "quantize: expanded_stride is %lld, less than its %lld bytes",
+                    static_cast<long long>(a.expanded_stride), static_cast<long long>(kp));
+    return check_hidden(a);
+}
+
+QuantizeJob make_job(const fp4bf16_quantize_args& a) {
+    QuantizeJob job{};
+    job.a = a;
+    job.rule = {a.format, a.rule, a.search == FP4BF16_SEARCH_FULL, a.rounding == FP4BF16_STOCHASTIC};
+    job.block = a.format == FP4BF16_MXFP4 ? 32 : 16;
+    job.blocks = ceil_div(a.k_size, job.block);
+    job.kp = a.format == FP4BF16_FP8 ? a.k_size : job.blocks * job.block;
+    job.given = a.outer_given != nullptr;
+    job.outer_source = a.outer_given;
+    job.outer_step = job.given ? a.outer_given_stride : 1;
+    return job;
+}
+
+int64_t amax_bytes(const QuantizeJob& job) {
+    if (job.given || job.rule.format == FP4BF16_MXFP4 || job.a.mid == 1 || job.a.rows == 0) return 0;
+    return ceil_div(ceil_div(job.a.rows, job.a.mid * job.a.inner) * job.a.inner * 4, 16) * 16;
+}
+
+// The branch's own kernel makes everything where it takes the arguments.
+fp4bf16_status branch_runs(const fp4bf16_quantize_args& a, bool* runs) {
+    *runs = false;
+    if (a.rank == 0 || a.rows == 0 || !branch_takes(a)) return FP4BF16_OK;
+    int major = 0, minor = 0;
+    FP4BF16_TRY(compute_capability(kName, &major, &minor));
+    *runs = major == 9;
+    return FP4BF16_OK;
+}
+
+fp4bf16_status run(const fp4bf16_quantize_args& a, cudaStream_t stream) {
+    QuantizeJob job = make_job(a);
+    const int64_t bytes = amax_bytes(job);
+    if (bytes > 0) {
+        FP4BF16_TRY(check_pointer(kName, "workspace", a.workspace, 16));
+        const auto amax = static_cast<float*>(a.workspace);
+        FP4BF16_TRY(quantize_amax(job, amax, stream));
+        job.outer_source = amax;
+    }
+    if (a.rank > 0) FP4BF16_TRY(quantize_hidden(job, stream));
+    return fast_takes(job) ? quantize_fast(job, stream) : quantize_simple(job, stream);
 }
 
 }  // namespace
 }  // namespace fp4bf16
 
 using namespace fp4bf16;
+
+extern "C" int64_t fp4bf16_quantize_workspace_size(const fp4bf16_quantize_args* args) {
+    if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "quantize: args is NULL"), -1;
+    fp4bf16_quantize_args a = *args;
+    bool branch = false;
+    if (check_numbers(&a) != FP4BF16_OK || branch_runs(a, &branch) != FP4BF16_OK) return -1;
+    return branch ? branch_workspace(a) : amax_bytes(make_job(a));
+}
+
+extern "C" fp4bf16_status fp4bf16_quantize(const fp4bf16_quantize_args* args, void* stream) {
+    if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "quantize: args is NULL");
+    fp4bf16_quantize_args a = *args;
+    FP4BF16_TRY(check_numbers(&a));
+    if (a.rows == 0) return FP4BF16_OK;
+    if (a.k_size > 0) FP4BF16_TRY(check_pointer(kName, "x", a.x, size_of(a.dtype)));
+    FP4BF16_TRY(check_results(a, make_job(a).kp));
+    const auto s = static_cast<cudaStream_t>(stream);
+    bool branch = false;
+    FP4BF16_TRY(branch_runs(a, &branch));
+    return branch ? quantize_branch(a, s) : run(a, s);
+}
 
 extern "C" fp4bf16_status fp4bf16_amax(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
                                        int64_t x_stride, int64_t rows_per_amax, float* amax, void* stream) {
@@ -169,53 +172,8 @@ extern "C" fp4bf16_status fp4bf16_amax(const void* x, fp4bf16_dtype dtype, int64
     FP4BF16_TRY(check_group("amax", "rows_per_amax", rows_per_amax));
     if (rows == 0) return FP4BF16_OK;
     FP4BF16_TRY(check_pointer("amax", "amax", amax, alignof(float)));
-    const auto s = static_cast<cudaStream_t>(stream);
-    FP4BF16_TRY(
-        cuda_result(cudaMemsetAsync(amax, 0, ceil_div(rows, rows_per_amax) * sizeof(float), s), "amax"));
-    if (k == 0) return FP4BF16_OK;
-    const auto bits = reinterpret_cast<int*>(amax);
-    const unsigned grid = static_cast<unsigned>(rows < 65535 ? rows : 65535);
-    if (dtype == FP4BF16_FLOAT32)
-        amax_kernel<<<grid, kThreads, 0, s>>>(static_cast<const float*>(x), rows, k, x_stride, rows_per_amax,
-                                              bits);
-    else
-        amax_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride,
-                                              rows_per_amax, bits);
-    return cuda_result(cudaGetLastError(), "amax");
-}
-
-extern "C" fp4bf16_status fp4bf16_quantize(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
-                                           int64_t x_stride, fp4bf16_format format, fp4bf16_search search,
-                                           const float* amax, int64_t rows_per_amax, uint8_t* packed,
-                                           uint8_t* block_scale, float* outer_scale, void* stream) {
-    FP4BF16_TRY(check_dtype("quantize", dtype));
-    FP4BF16_TRY(check_matrix("quantize", "x", x, rows, k, x_stride, size_of(dtype)));
-    FP4BF16_TRY(check_group("quantize", "rows_per_amax", rows_per_amax));
-    if (format != FP4BF16_NVFP4_EXACT && format != FP4BF16_NVFP4)
-        return fail(FP4BF16_INVALID_ARGUMENT,
-                    "quantize: format is %d, but FP4BF16_NVFP4_EXACT (0) or FP4BF16_NVFP4 "
-                    "(1) is needed",
-                    static_cast<int>(format));
-    if (search != FP4BF16_SEARCH_FULL && search != FP4BF16_SEARCH_FAST)
-        return fail(FP4BF16_INVALID_ARGUMENT,
-                    "quantize: search is %d, but FP4BF16_SEARCH_FULL (0) or "
-                    "FP4BF16_SEARCH_FAST (1) is needed",
-                    static_cast<int>(search));
-    if (rows == 0 || k == 0) return FP4BF16_OK;
-    FP4BF16_TRY(check_pointer("quantize", "amax", amax, alignof(float)));
-    FP4BF16_TRY(check_pointer("quantize", "packed", packed, 1));
-    FP4BF16_TRY(check_pointer("quantize", "block_scale", block_scale, 1));
-    FP4BF16_TRY(check_pointer("quantize", "outer_scale", outer_scale, alignof(float)));
-    const unsigned grid = grid_for(rows * ceil_div(k, kBlock));
-    const bool fast = search == FP4BF16_SEARCH_FAST;
-    const auto s = static_cast<cudaStream_t>(stream);
-    if (dtype == FP4BF16_FLOAT32)
-        quantize_kernel<<<grid, kThreads, 0, s>>>(static_cast<const float*>(x), rows, k, x_stride, format,
-                                                  fast, amax, rows_per_amax, packed, block_scale,
-                                                  outer_scale);
-    else
-        quantize_kernel<<<grid, kThreads, 0, s>>>(static_cast<const __nv_bfloat16*>(x), rows, k, x_stride,
-                                                  format, fast, amax, rows_per_amax, packed, block_scale,
-                                                  outer_scale);
-    return cuda_result(cudaGetLastError(), "quantize");
+    fp4bf16_quantize_args a{};
+    a.x = x, a.dtype = dtype, a.rows = rows, a.k_size = k, a.x_stride = x_stride;
+    a.after = a.k_stride = a.inner = 1, a.mid = rows_per_amax;
+    return quantize_amax(make_job(a), amax, static_cast<cudaStream_t>(stream));
 }

@@ -1,0 +1,139 @@
+// amax of groups of rows. The bits of non-negative floats sort as integers, so the maximum is one of integers
+// and depends on no order. NaN and Inf are left out: they spoil their own block, not the scale of the others.
+#include "quantize.cuh"
+
+namespace fp4bf16 {
+namespace {
+
+constexpr int kPiece = 2048;  // elements of a row that a warp takes at a time
+
+__device__ inline int magnitude(float v) {
+    const uint32_t bits = float_bits(v) & 0x7FFFFFFF;
+    return bits < kInfinity ? static_cast<int>(bits) : 0;
+}
+
+// Each lane's maximum goes to its group's; one atomic a warp where that is the same for all.
+__device__ inline void store_max(int* amax, int64_t group, int most) {
+    if (__all_sync(0xFFFFFFFFu, group == __shfl_sync(0xFFFFFFFFu, group, 0))) {
+        most = __reduce_max_sync(0xFFFFFFFFu, most);
+        if (threadIdx.x % 32 == 0) atomicMax(amax + group, most);
+    } else {
+        atomicMax(amax + group, most);
+    }
+}
+
+__device__ inline bool is_outlier(const QuantizeJob& job, int64_t k) {
+    return job.a.outliers > 0 && outlier_mask(job, k, 1) != 0;
+}
+
+// Vectors of 16 bytes: elements, and the largest finite magnitude among them.
+template <typename T>
+struct Vectors;
+template <>
+struct Vectors<float> {
+    static constexpr int kSize = 4;
+    __device__ static int largest(uint4 w) {
+        return max(max(magnitude(bits_float(w.x)), magnitude(bits_float(w.y))),
+                   max(magnitude(bits_float(w.z)), magnitude(bits_float(w.w))));
+    }
+};
+template <>
+struct Vectors<__nv_bfloat16> {
+    static constexpr int kSize = 8;
+    __device__ static int pair(uint32_t w) {
+        return max(magnitude(bits_float(w << 16)), magnitude(bits_float(w & 0xFFFF0000u)));
+    }
+    __device__ static int largest(uint4 w) {
+        // In FP32's top half BF16 numbers are compared two at a time; NaN and Inf send it the long way.
+        uint32_t most = __vmaxu2(__vmaxu2(w.x & 0x7FFF7FFF, w.y & 0x7FFF7FFF),
+                                 __vmaxu2(w.z & 0x7FFF7FFF, w.w & 0x7FFF7FFF));
+        most = max(most & 0xFFFF, most >> 16);
+        if (most < 0x7F80) return static_cast<int>(most << 16);
+        return max(max(pair(w.x), pair(w.y)), max(pair(w.z), pair(w.w)));
+    }
+};
+template <>
+struct Vectors<__half> {
+    static constexpr int kSize = 8;
+    __device__ static int pair(uint32_t w) {
+        const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
+        return max(magnitude(v.x), magnitude(v.y));
+    }
+    __device__ static int largest(uint4 w) { return max(max(pair(w.x), pair(w.y)), max(pair(w.z), pair(w.w))); }
+};
+
+// A warp takes kPiece elements of a row; 16-byte loads where the rows allow them.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 4)
+    amax_rows(const __grid_constant__ QuantizeJob job, bool vectors, int* amax) {
+    constexpr int kSize = Vectors<T>::kSize;
+    const int lane = threadIdx.x % 32;
+    const int64_t pieces = (job.a.k_size + kPiece - 1) / kPiece;
+    const int64_t step = int64_t{gridDim.x} * (kThreads / 32);
+    for (int64_t i = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; i < job.a.rows * pieces;
+         i += step) {
+        const int64_t row = i / pieces, first = i % pieces * kPiece;
+        const int64_t last = min(first + kPiece, job.a.k_size);
+        const T* x = static_cast<const T*>(job.a.x) + job.place(row);
+        int most = 0;
+        int64_t k = first;
+        if (vectors) {
+#pragma unroll 4
+            for (k += lane * kSize; k + kSize <= last; k += 32 * kSize)
+                most = max(most, Vectors<T>::largest(*reinterpret_cast<const uint4*>(x + k)));
+            k = last / kSize * kSize;
+            k = k > first ? k : first;
+        }
+        for (k += lane; k < last; k += 32)
+            if (!is_outlier(job, k)) most = max(most, magnitude(load(x + k * job.a.k_stride)));
+        store_max(amax, job.group(row), most);
+    }
+}
+
+// Blocks across rows of memory: a lane a row, so that neighbours read neighbours.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) amax_across(const __grid_constant__ QuantizeJob job, int* amax) {
+    const int64_t row = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
+    const int64_t inside = min(row, job.a.rows - 1);
+    const T* x = static_cast<const T*>(job.a.x) + job.place(inside);
+    int most = 0;
+#pragma unroll 4
+    for (int64_t k = int64_t{blockIdx.y} * (kThreads / 32) + threadIdx.x / 32; k < job.a.k_size;
+         k += int64_t{gridDim.y} * (kThreads / 32))
+        if (!is_outlier(job, k)) most = max(most, magnitude(load(x + k * job.a.k_stride)));
+    store_max(amax, job.group(inside), most);
+}
+
+template <typename T>
+void launch(const QuantizeJob& job, int* amax, cudaStream_t stream) {
+    const fp4bf16_quantize_args& a = job.a;
+    if (a.after > 1) {
+        const int64_t y = ceil_div(a.k_size, 256);
+        const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, 32)), static_cast<unsigned>(y < 65535 ? y : 65535));
+        amax_across<T><<<grid, kThreads, 0, stream>>>(job, amax);
+        return;
+    }
+    const bool vectors = a.k_stride == 1 && a.outliers == 0 && a.x_stride % Vectors<T>::kSize == 0 &&
+                         reinterpret_cast<uintptr_t>(a.x) % 16 == 0;
+    const int64_t warps = a.rows * ceil_div(a.k_size, kPiece), blocks = ceil_div(warps, kThreads / 32);
+    amax_rows<T><<<static_cast<unsigned>(blocks < 0x7FFFFFFF ? blocks : 0x7FFFFFFF), kThreads, 0, stream>>>(
+        job, vectors, amax);
+}
+
+}  // namespace
+
+fp4bf16_status quantize_amax(const QuantizeJob& job, float* amax, cudaStream_t stream) {
+    const int64_t groups = ceil_div(job.a.rows, job.a.mid * job.a.inner) * job.a.inner;
+    FP4BF16_TRY(cuda_result(cudaMemsetAsync(amax, 0, groups * sizeof(float), stream), "amax"));
+    if (job.a.k_size == 0) return FP4BF16_OK;
+    const auto bits = reinterpret_cast<int*>(amax);
+    if (job.a.dtype == FP4BF16_FLOAT32)
+        launch<float>(job, bits, stream);
+    else if (job.a.dtype == FP4BF16_FLOAT16)
+        launch<__half>(job, bits, stream);
+    else
+        launch<__nv_bfloat16>(job, bits, stream);
+    return cuda_result(cudaGetLastError(), "amax");
+}
+
+}  // namespace fp4bf16

@@ -1,0 +1,345 @@
+// The quantiser of BF16 rows at memory speed: rounding to nearest, nvfp4_exact, nvfp4 by Transformer Engine's
+// rule, mxfp4 and fp8. A thread holds a block of 16 elements in registers (mxfp4: a pair of threads, 32), 32 or
+// 256 threads a row; a row that fits is read once, its amax found on the way, a longer one is read again from
+// the L2 cache. Blocks that are special go the simple way.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "quantize.cuh"
+#include "quantize_half.cuh"
+
+namespace fp4bf16 {
+namespace {  // of each file that includes this: one a format, so that they compile side by side
+
+enum Kind { kExactFull, kExactFast, kTe, kMx, kFp8 };
+
+struct Totals {
+    double sums[3] = {};
+    int counts[kCounts] = {};
+
+    __device__ void add(const Totals& other) {
+        for (int i = 0; i < 3; ++i) sums[i] += other.sums[i];
+        for (int i = 0; i < kCounts; ++i) counts[i] += other.counts[i];
+    }
+};
+
+__device__ inline uint32_t larger_half(uint32_t w) { return max(w & 0xFFFF, w >> 16); }
+
+__device__ inline uint32_t largest(const uint32_t (&w)[8]) {
+    uint32_t top = w[0] & kMagnitudes;
+#pragma unroll
+    for (int i = 1; i < 8; ++i) top = max2(top, w[i] & kMagnitudes);
+    return larger_half(top);
+}
+
+// BF16 bits of the largest finite magnitude.
+__device__ inline uint32_t largest_finite(const uint32_t (&w)[8]) {
+    const uint32_t top = largest(w);
+    if (top < 0x7F80) return top;
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint32_t low = w[i] & 0x7FFF, high = w[i] >> 16 & 0x7FFF;
+        most = max(most, max(low < 0x7F80 ? low : 0, high < 0x7F80 ? high : 0));
+    }
+    return most;
+}
+
+// A block the simple way: NaN and Inf, subnormal numbers, blocks beyond a given outer scale.
+template <int kB>
+__device__ __noinline__ void special_block(const QuantizeJob& job, const Outer& o, int64_t row, int64_t b,
+                                           Totals* totals) {
+    const auto source = static_cast<const __nv_bfloat16*>(job.a.x) + row * job.a.x_stride + b * kB;
+    float x[kB];
+    const int count = static_cast<int>(job.block);  // kB, but the compiler shall not unroll the loops
+    for (int j = 0; j < count; ++j) x[j] = load(source + j);
+    Rule rule = job.rule;
+    rule.stochastic = false;
+    Philox unused(0, 0, 0);
+    Codes<kB> codes;
+    quantize_block(x, count, count, rule, o, &unused, 0, 0, job.a.sums != nullptr, &codes, totals->counts);
+    store_block(job, codes, count, row, b);
+    for (int i = 0; i < 3; ++i) totals->sums[i] += codes.sums[i];
+}
+
+// ---- what is added up of a block: FP32 sums of 16 terms, off by less than 2^-19. The block's largest is in
+// 2^-60 .. 2^60, so that no square overflows, and what underflows is less than 2^-140 together.
+__device__ inline void add_stats(const uint32_t (&w)[8], const float (&code)[16], float value, float first,
+                                 float multiplier, float limit, const Outer& o, Totals* totals) {
+    float square = 0.0f, decoded = 0.0f, error = 0.0f;
+    uint32_t any = 0;
+    int clipped = 0;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        const float a = bits_float((j & 1 ? w[j / 2] & 0xFFFF0000u : w[j / 2] << 16) & 0x7FFFFFFFu);
+        const float q = code[j] * value * o.decode, d = a - q;
+        square = __fmaf_rn(a, a, square);
+        decoded = __fmaf_rn(q, q, decoded);
+        error = __fmaf_rn(d, d, error);
+        any |= float_bits(d) << 1;
+        clipped += a * first * multiplier > limit;
+    }
+    totals->sums[0] += square;
+    totals->sums[1] += decoded;
+    totals->sums[2] += any == 0 ? 0.0 : static_cast<double>(error) + 0x1p-140;
+    totals->counts[kClipped] += clipped;
+}
+
+// Values of packed FP16 codes.
+__device__ inline void unpack_codes(const uint32_t (&q)[8], float (&code)[16]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float2 v = __half22float2(pair(q[i]));
+        code[2 * i] = v.x, code[2 * i + 1] = v.y;
+    }
+}
+
+// ---- one block of 16: its scale and the values of its codes, no sign
+struct Rounded {
+    uint32_t byte;
+    float value, first, multiplier;  // as in quantize_rules.cuh
+};
+
+template <Kind kKind, bool kStats>
+__device__ inline Rounded round_block(const uint32_t (&w)[8], uint32_t top, const QuantizeJob& job,
+                                      const Outer& o, uint32_t (&q)[8], Totals* totals) {
+    const int exponent = static_cast<int>(top >> 7);  // biased
+    const float largest = bits_float(top << 16);
+    if constexpr (kKind == kTe) {
+        const float exact = largest * (o.encode * (1.0f / 6.0f));
+        const Scale s = nvfp4_scale(e4m3_code(fminf(exact, 448.0f)), o);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) q[i] = round_pair(w[i] & kMagnitudes, s.multiplier);
+        if (kStats) totals->counts[kOverflowed] += exact > 464.0f;
+        if (kStats) totals->counts[kUnderflowed] += s.byte == 0;
+        return {s.byte, s.value, 1.0f, s.multiplier};
+    } else if constexpr (kKind == kMx) {
+        const int byte = static_cast<int>(((top << 16) + mxfp4_rounding(job.rule.rule)) >> 23) - 2;
+        const uint32_t shift = shift_of(15, byte);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) q[i] = e2m1_round(min2(to_half(w[i] & kMagnitudes, shift), 0x46004600u));
+        return {static_cast<uint32_t>(byte), power_of_two(byte - 127), 1.0f, power_of_two(127 - byte)};
+    } else {
+        uint32_t y[8];
+        const uint32_t shift = shift_of(17, exponent);  // the largest of y is in [4, 8)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] = to_half(w[i] & kMagnitudes, shift);
+        const float t = largest * o.encode;
+        const int i = search_half<kKind == kExactFull>(y, t, power_of_two(exponent - 129) * o.encode, q);
+        if (kStats) totals->counts[kOverflowed] += t > 288.0f;
+        if (kStats) totals->counts[kUnderflowed] += t < 6.0f * 0x1p-6f;
+        const float s = scale_value(i);
+        return {scale_byte(i), s, o.encode, reciprocal(s)};
+    }
+}
+
+// ---- stores
+template <Kind kKind>
+__device__ inline void store_codes(const QuantizeJob& job, int64_t row, int64_t b, const uint32_t (&w)[8],
+                                   uint32_t (&q)[8], uint32_t byte, float value) {
+    if (kKind != kMx && job.a.expanded != nullptr) {
+        const uint32_t scale = both(value * 0x1p-8f);
+        *reinterpret_cast<uint4*>(job.a.expanded + row * job.a.expanded_stride + 16 * b) =
+            make_uint4(expand_codes(q, w, scale), expand_codes(q + 2, w + 2, scale),
+                       expand_codes(q + 4, w + 4, scale), expand_codes(q + 6, w + 6, scale));
+    }
+    if (job.a.packed != nullptr) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) q[i] |= w[i] & kSigns;
+        *reinterpret_cast<uint2*>(job.a.packed + row * (job.kp / 2) + 8 * b) =
+            make_uint2(pack_codes(q), pack_codes(q + 4));
+    }
+    if (job.a.block_scale == nullptr) return;
+    if (kKind != kMx)
+        job.a.block_scale[row * job.blocks + b] = static_cast<uint8_t>(byte);
+    else if (b % 2 == 0)
+        job.a.block_scale[row * job.blocks + b / 2] = static_cast<uint8_t>(byte);
+}
+
+// Block b of 16 elements, `inside` its row; mxfp4: threads of blocks 2 i and 2 i + 1 are neighbours.
+template <Kind kKind, bool kStats>
+__device__ inline void do_block(const QuantizeJob& job, const Outer& o, uint32_t (&w)[8], int64_t row,
+                                int64_t b, bool inside, Totals* totals) {
+    uint32_t top = largest(w);
+    if (kKind == kMx) top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
+    if (!inside) return;
+    uint32_t q[8] = {};
+    if (top == 0) {
+        if (kStats) totals->counts[kZero] += kKind != kMx || b % 2 == 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) w[i] = 0;
+        store_codes<kKind>(job, row, b, w, q, 0, 0.0f);
+        return;
+    }
+    const uint32_t least = kStats ? (127 - 60) << 7 : 32 << 7, most = kStats ? (127 + 60) << 7 : 0x7F80;
+    bool special = top < least || top >= most;
+    if (kKind == kExactFull || kKind == kExactFast)
+        special = special || bits_float(top << 16) * o.encode > 6.0f * 64.0f;
+    if (special) {
+        Totals extra;
+        if (kKind != kMx)
+            special_block<16>(job, o, row, b, &extra);
+        else if (b % 2 == 0)
+            special_block<32>(job, o, row, b / 2, &extra);
+        if (kStats) totals->add(extra);
+        return;
+    }
+    const Rounded r = round_block<kKind, kStats>(w, top, job, o, q, totals);
+    if (kStats) {
+        float code[16];
+        unpack_codes(q, code);
+        const float limit = kKind == kTe && r.byte == 0 ? kFloatMax : 6.0f * kClip;
+        add_stats(w, code, r.value, r.first, r.multiplier, limit, o, totals);
+    }
+    store_codes<kKind>(job, row, b, w, q, r.byte, r.value);
+}
+
+// fp8: sixteen elements.
+template <bool kStats>
+__device__ inline void do_fp8(const QuantizeJob& job, const Outer& o, const uint32_t (&w)[8], int64_t row,
+                              int64_t b, bool inside, Totals* totals) {
+    const uint32_t top = largest(w);
+    if (!inside) return;
+    const uint32_t least = (127 - 60) << 7, most = kStats ? (127 + 60) << 7 : 0x7F80;
+    if (top >= most || (kStats && top != 0 && top < least)) {
+        Totals extra;
+        special_block<16>(job, o, row, b, &extra);
+        if (kStats) totals->add(extra);
+        return;
+    }
+    uint32_t out[4];
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+        uint32_t two[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float2 v = make_float2(bits_float(w[i + j] << 16) * o.encode,
+                                         bits_float(w[i + j] & 0xFFFF0000u) * o.encode);
+            two[j] = __nv_cvt_float2_to_fp8x2(v, __NV_SATFINITE, __NV_E4M3);
+        }
+        out[i / 2] = two[0] | two[1] << 16;
+    }
+    if (kStats) {
+        float code[16];
+#pragma unroll
+        for (int j = 0; j < 16; ++j) code[j] = e4m3_decode(out[j / 4] >> (8 * (j % 4)) & 0x7F);
+        add_stats(w, code, 1.0f, 1.0f, o.encode, 448.0f * kClip, o, totals);
+    }
+    const uint4 all = make_uint4(out[0], out[1], out[2], out[3]);
+    if (job.a.packed != nullptr) *reinterpret_cast<uint4*>(job.a.packed + row * job.kp + 16 * b) = all;
+    if (job.a.expanded != nullptr)
+        *reinterpret_cast<uint4*>(job.a.expanded + row * job.a.expanded_stride + 16 * b) = all;
+}
+
+// ---- a row
+// Largest over the kLanes threads of a row.
+template <int kLanes>
+__device__ inline uint32_t row_max(uint32_t v) {
+    v = __reduce_max_sync(0xFFFFFFFFu, v);
+    if (kLanes == 32) return v;
+    __shared__ uint32_t warps[kLanes / 32];
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int i = 0; i < kLanes / 32; ++i) v = max(v, warps[i]);
+    return v;
+}
+
+template <int kLanes>
+__device__ inline double row_sum(double v) {
+    for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+    if (kLanes == 32) return v;
+    __shared__ double warps[kLanes / 32];
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = 0;
+    for (int i = 0; i < kLanes / 32; ++i) v += warps[i];
+    return v;
+}
+
+template <int kLanes>
+__device__ inline void store_totals(const QuantizeJob& job, const Totals& totals, int64_t row) {
+    if (job.a.sums != nullptr)
+        for (int i = 0; i < 3; ++i) {
+            const double sum = row_sum<kLanes>(totals.sums[i]) * (1 + 0x1p-19);
+            if (threadIdx.x % kLanes == 0) job.a.sums[3 * row + i] = sum;
+        }
+    if (job.a.counts != nullptr)
+        for (int i = 0; i < kCounts; ++i) {
+            const int count = __reduce_add_sync(0xFFFFFFFFu, totals.counts[i]);
+            if (threadIdx.x % 32 == 0 && count != 0) atomicAdd(job.a.counts + i, count);
+        }
+}
+
+template <Kind kKind, int kLanes, int kHeld, bool kStats>
+__global__ void __launch_bounds__(kThreads, kStats ? 2 : 3)
+    fast_kernel(const __grid_constant__ QuantizeJob job) {
+    constexpr int kSpan = kLanes * kHeld;  // blocks of a row that its threads hold
+    const int lane = threadIdx.x % kLanes;
+    const int64_t row = int64_t{blockIdx.x} * (kThreads / kLanes) + threadIdx.x / kLanes;
+    if (row >= job.a.rows) return;
+    const int64_t blocks = job.a.k_size / 16;
+    const auto source = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) +
+                                                       row * job.a.x_stride);
+    uint32_t w[kHeld][8];
+    const auto fetch = [&](int64_t base) {
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h) {
+            const int64_t b = base + h * kLanes + lane;
+            uint4 low{}, high{};
+            if (b < blocks) low = source[2 * b], high = source[2 * b + 1];
+            w[h][0] = low.x, w[h][1] = low.y, w[h][2] = low.z, w[h][3] = low.w;
+            w[h][4] = high.x, w[h][5] = high.y, w[h][6] = high.z, w[h][7] = high.w;
+        }
+    };
+    Outer o = job.outer(row);
+    const bool finds = job.finds_outer();
+    if (finds) {
+        uint32_t most = 0;
+        for (int64_t base = 0; base < blocks; base += kSpan) {
+            fetch(base);
+#pragma unroll
+            for (int h = 0; h < kHeld; ++h) most = max(most, largest_finite(w[h]));
+        }
+        o = outer_from_amax(job.rule, bits_float(row_max<kLanes>(most) << 16));
+    }
+    Totals totals;
+    for (int64_t base = 0; base < blocks; base += kSpan) {
+        if (!finds || blocks > kSpan) fetch(base);
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h) {
+            const int64_t b = base + h * kLanes + lane;
+            if constexpr (kKind == kFp8)
+                do_fp8<kStats>(job, o, w[h], row, b, b < blocks, &totals);
+            else
+                do_block<kKind, kStats>(job, o, w[h], row, b, b < blocks, &totals);
+        }
+    }
+    if (kStats) store_totals<kLanes>(job, totals, row);
+    store_row<__nv_bfloat16>(job, o, row, lane, kLanes);
+}
+
+// ---- launch
+template <Kind kKind, int kLanes, int kHeld>
+void launch(const QuantizeJob& job, cudaStream_t stream) {
+    const auto grid = static_cast<unsigned>(ceil_div(job.a.rows, kThreads / kLanes));
+    if (job.a.sums != nullptr || job.a.counts != nullptr)
+        fast_kernel<kKind, kLanes, kHeld, true><<<grid, kThreads, 0, stream>>>(job);
+    else
+        fast_kernel<kKind, kLanes, kHeld, false><<<grid, kThreads, 0, stream>>>(job);
+}
+
+template <Kind kKind>
+void launch(const QuantizeJob& job, cudaStream_t stream) {
+    const int64_t blocks = job.a.k_size / 16;
+    if (blocks <= 64)
+        launch<kKind, 32, 2>(job, stream);
+    else if (blocks <= 256)
+        launch<kKind, 256, 1>(job, stream);
+    else
+        launch<kKind, 256, 2>(job, stream);
+}
+
+}  // namespace
+}  // namespace fp4bf16

@@ -1,0 +1,195 @@
+// Blocks of 16 BF16 numbers two at a time, in packed FP16. Where the outer scale is a power of two this gives
+// the codes and errors of quantize_rules.cuh exactly: with y = |x| * 2^i, m in {1, 1.25, 1.5} and h any
+// midpoint of E2M1 or of sixteenths, y has 8 significant bits and m h at most 10, so y / m either is h, and then
+// FP16's y * (1 / m) is h as well, or lies further from it than FP16 rounds.
+//
+// A word holds elements 2 i (low half) and 2 i + 1 of its block.
+#pragma once
+
+#include "quantize_rules.cuh"
+
+namespace fp4bf16 {
+
+constexpr uint32_t kMagnitudes = 0x7FFF7FFFu, kSigns = 0x80008000u;
+
+// ---- FP16 pairs as words
+FP4BF16_HD __half2 pair(uint32_t bits) {
+    __half2 v;
+    memcpy(static_cast<void*>(&v), &bits, sizeof v);
+    return v;
+}
+FP4BF16_HD uint32_t bits_of(__half2 v) {
+    uint32_t bits;
+    memcpy(&bits, &v, sizeof bits);
+    return bits;
+}
+FP4BF16_HD uint32_t mul2(uint32_t a, uint32_t b) { return bits_of(__hmul2_rn(pair(a), pair(b))); }
+FP4BF16_HD uint32_t add2(uint32_t a, uint32_t b) { return bits_of(__hadd2_rn(pair(a), pair(b))); }
+FP4BF16_HD uint32_t sub2(uint32_t a, uint32_t b) { return bits_of(__hsub2_rn(pair(a), pair(b))); }
+FP4BF16_HD uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef __CUDA_ARCH__
+    return bits_of(__hfma2(pair(a), pair(b), pair(c)));
+#else
+    const float2 x = __half22float2(pair(a)), y = __half22float2(pair(b)), z = __half22float2(pair(c));
+    return bits_of({__double2half(double{x.x} * y.x + z.x), __double2half(double{x.y} * y.y + z.y)});
+#endif
+}
+// Of non-negative halves, as integers.
+FP4BF16_HD uint32_t max2(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __vmaxu2(a, b);
+#else
+    const uint32_t low = (a & 0xFFFF) > (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
+    return (a >> 16 > b >> 16 ? a >> 16 : b >> 16) << 16 | low;
+#endif
+}
+FP4BF16_HD uint32_t min2(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    return __vminu2(a, b);
+#else
+    const uint32_t low = (a & 0xFFFF) < (b & 0xFFFF) ? a & 0xFFFF : b & 0xFFFF;
+    return (a >> 16 < b >> 16 ? a >> 16 : b >> 16) << 16 | low;
+#endif
+}
+FP4BF16_HD uint32_t both(float v) { return bits_of(__float2half2_rn(v)); }
+FP4BF16_HD uint32_t bytes(uint32_t a, uint32_t b, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(a, b, selector);
+#else
+    const uint64_t all = uint64_t{b} << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; ++i)
+        out |= static_cast<uint32_t>(all >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+    return out;
+#endif
+}
+
+// Magnitudes of BF16 times 2^n as FP16, n in the exponent field of `shift` (both halves) less the biases'
+// difference; what falls under FP16's least normal number becomes something smaller than it.
+FP4BF16_HD uint32_t to_half(uint32_t magnitudes, uint32_t shift) {
+#ifdef __CUDA_ARCH__
+    return __viaddmax_s16x2(magnitudes, shift, 0) << 3;
+#else
+    uint32_t out = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const int v = static_cast<int16_t>(magnitudes >> i) + static_cast<int16_t>(shift >> i);
+        out |= static_cast<uint32_t>(v > 0 ? v : 0) << i;
+    }
+    return out << 3;
+#endif
+}
+
+// The shift that takes numbers of biased exponent `from` to those of FP16's biased exponent `to`.
+FP4BF16_HD uint32_t shift_of(int to, int from) {
+    return (static_cast<uint32_t>((to - from) * 128) & 0xFFFF) * 0x10001u;
+}
+
+// ---- E2M1
+// 0 <= v < 7 rounded to {0, .5, 1, 1.5, 2, 3, 4, 6}: with p the power of two under v, or one, the last place
+// of 768 p is p / 2, the step of the grid.
+FP4BF16_HD uint32_t e2m1_round(uint32_t v) {
+    const uint32_t p = max2(v & 0x7C007C00u, 0x3C003C00u);
+    return fma2(p, 0xE200E200u, fma2(p, 0x62006200u, v));  // -768, 768
+}
+
+// Packed codes of eight: q 2^-14 has the code at the top of FP16's fields, under the sign.
+FP4BF16_HD uint32_t pack_codes(const uint32_t* q) {
+    uint32_t h[4];
+    for (int i = 0; i < 4; ++i) h[i] = mul2(q[i], 0x04000400u);
+    const uint32_t a = bytes(h[0], h[1], 0x7351), b = bytes(h[2], h[3], 0x7351);
+    const uint32_t even = bytes(a, b, 0x5410), odd = bytes(a, b, 0x7632);  // S...CCC. in each byte
+    const uint32_t low = 0x0F0F0F0Fu;
+    const uint32_t codes = (even >> 1 & low) | (odd << 3 & ~low);
+    return codes | (even >> 4 & low) | (odd & ~low);
+}
+
+// E4M3 of four: q s 2^-8 has E4M3's bits in the fields of FP16, subnormals included.
+FP4BF16_HD uint32_t expand_codes(const uint32_t* magnitude, const uint32_t* sign, uint32_t scale) {
+    const uint32_t a = mul2(magnitude[0], scale) << 1, b = mul2(magnitude[1], scale) << 1;
+    return bytes(a, b, 0x7531) | (bytes(sign[0], sign[1], 0x7531) & 0x80808080u);
+}
+
+// ---- the scale search of nvfp4_exact
+// Candidate: v = y / s rounded to E2M1 -> q; the sum of (T - Q)^2. Numbers 96 + T / 16 - q in FP16 have
+// 16 T - Q in their lowest byte.
+template <bool kClips>
+FP4BF16_HD int try_scale(const uint32_t (&y)[8], uint32_t inverse, uint32_t (&q)[8]) {
+    int sum = 0;
+    for (int i = 0; i < 8; i += 2) {
+        uint32_t d[2];
+        for (int j = 0; j < 2; ++j) {
+            const uint32_t v = mul2(y[i + j], inverse);
+            q[i + j] = e2m1_round(kClips ? min2(v, 0x46004600u) : v);  // 6
+            d[j] = sub2(add2(v, 0x56005600u), q[i + j]);               // 96
+        }
+        const uint32_t four = bytes(d[0], d[1], 0x6420);
+#ifdef __CUDA_ARCH__
+        sum = __dp4a(static_cast<int>(four), static_cast<int>(four), sum);
+#else
+        for (int j = 0; j < 32; j += 8)
+            sum += static_cast<int8_t>(four >> j) * static_cast<int8_t>(four >> j);
+#endif
+    }
+    return sum;
+}
+
+FP4BF16_HD float reciprocal(float v) {
+#ifdef __CUDA_ARCH__
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(v));  // rounded to FP16 before it is used
+    return v;
+#else
+    return 1.0f / v;
+#endif
+}
+
+// Scale number of a block y = |x| 2^n, its largest in [4, 8), and its codes' values. `unit` is 1 in y's
+// units: t = y * unit; t_top the largest t, at most 6 * 64.
+template <bool kFull>
+FP4BF16_HD int search_half(const uint32_t (&y)[8], float t_top, float unit, uint32_t (&q)[8]) {
+    const uint32_t bits = float_bits(t_top), f = bits & 0x7FFFFF;
+    const int base = 3 * (static_cast<int>(bits >> 23) - 127) + 11;
+    // As least_scale and fast_pair: where in its octave t_top lies, in steps of 2^-20.
+    const int above_1125 = f > 0x100000, above_1500 = f > 0x400000, above_1875 = f > 0x700000;
+    int first, second;
+    if (kFull) {
+        const int g = base + above_1125 + above_1500 + above_1875;
+        first = g - 1;
+        second = g > 0 ? g : 0;
+    } else {
+        const int above_edge15 = f > 0x070000, above_edge1 = f > 0x280000, above_edge125 = f > 0x580000;
+        first = base - 1 + above_edge15 + above_edge1 + above_1875;
+        second = base + 1 + above_1125 + above_1500 - above_edge125 + 2 * above_1875;
+        second = second > 1 ? second : 1;  // under the window's edge the pair is 0, 1
+    }
+    first = clip_scale(first);
+    float s = scale_value(first);
+    int chosen = first;
+    float least = static_cast<float>(try_scale<true>(y, both(unit * reciprocal(s)), q)) * (s * s);
+    for (int c = 0; c < (kFull ? 3 : 1); ++c) {
+        const int i = clip_scale(second + c);
+        uint32_t other[8];
+        s = scale_value(i);
+        const float error =
+            static_cast<float>(try_scale<false>(y, both(unit * reciprocal(s)), other)) * (s * s);
+        const bool better = error < least;  // strict: a tie keeps the smaller scale
+        least = better ? error : least;
+        chosen = better ? i : chosen;
+        for (int j = 0; j < 8; ++j) q[j] = better ? other[j] : q[j];
+    }
+    return chosen;
+}
+
+// ---- any multiplier: v = RN32(|x| * multiplier) in FP32
+FP4BF16_HD float e2m1_round(float v) {
+    v = fminf(v, 6.0f);
+    const uint32_t bits = float_bits(v) & 0x7F800000u;
+    const float p = bits_float(bits > 0x3F800000u ? bits : 0x3F800000u) * 0x1.8p22f;
+    return (v + p) - p;
+}
+
+FP4BF16_HD uint32_t round_pair(uint32_t magnitudes, float multiplier) {
+    const float low = bits_float(magnitudes << 16), high = bits_float(magnitudes & 0xFFFF0000u);
+    return bits_of(__floats2half2_rn(e2m1_round(low * multiplier), e2m1_round(high * multiplier)));
+}
+
+}  // namespace fp4bf16
