@@ -152,15 +152,17 @@ class QuantizedArray:
             raise ShapeError(
                 f"QuantizedArray: order {self.order} is not a permutation of the {n} axes of {self.shape}"
             )
-        self._check("packed", self.packed, self.k_padded // 2 if self.format.block else self.k)
-        if self.format.block:
-            self._check("block_scale", self.block_scale, self.k_padded // self.format.block)
+        *lead, k = self.stored_shape
+        block = self.format.block
+        padded = -(-k // block) * block if block else k
+        self._check("packed", self.packed, (*lead, padded // 2 if block else k))
+        if block:
+            self._check("block_scale", self.block_scale, (*lead, padded // block))
         elif self.block_scale is not None:
             raise ShapeError("QuantizedArray: block_scale must be None for fp8, which has no block scale")
-        self._check_outer()
+        self._check_outer((*lead, 1))
 
-    def _check(self, name: str, array: Any, last: int) -> None:
-        want = (*self.lead, last)
+    def _check(self, name: str, array: Any, want: tuple[int, ...]) -> None:
         _check_array(name, array)
         if array is None or tuple(array.shape) != want:
             got = None if array is None else tuple(array.shape)
@@ -174,8 +176,8 @@ class QuantizedArray:
                 f"bytes are needed; pass uint8"
             )
 
-    def _check_outer(self) -> None:
-        outer, want = self.outer_scale, (*self.lead, 1)
+    def _check_outer(self, want: tuple[int, ...]) -> None:
+        outer = self.outer_scale
         _check_array("outer_scale", outer)
         got = None if outer is None else tuple(outer.shape)
         if self.format.default_outer is None:
@@ -203,9 +205,9 @@ class QuantizedArray:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Logical shape in stored axis order, K not padded."""
-        stored = [0] * self.ndim
-        for logical, position in enumerate(self.order):
-            stored[position] = self.shape[logical]
+        stored = list(self.shape)
+        for n, position in zip(self.shape, self.order, strict=True):
+            stored[position] = n
         return tuple(stored)
 
     @property

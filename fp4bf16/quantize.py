@@ -108,6 +108,7 @@ def quantize(
             "image" (an index of axis 0), "head" ((batch, seq, heads, dim): a batch and head), or exponents e
             of given scales 2^e, an int or an array that broadcasts to the stored rows (*lead, 1). "mxfp4"
             has none. Exponents on the GPU are not read back: those outside -119 .. 120 count as the nearer.
+            An array of them on the host is copied there, which waits and cannot be captured in a graph.
         rounding: "nearest", ties to even; or "stochastic": a value between two neighbours lo and hi becomes
             hi with probability (v - lo) / (hi - lo), so that the mean of many draws is the value. Block
             scales are then rounded up, as a clipped block would bias the mean ("mxfp4": rule "rceil").
