@@ -177,9 +177,15 @@ def matmul(
     >>> fb.matmul(a, fb.quantize(b, axis=-2), track="fp4")[0]
     array([16., 16., 16.], dtype=float32)
     """
-    a, b = as_arg(a, "a"), as_arg(b, "b")
-    return _matmul("matmul", a, b, track, bias, activation, residual, certify, out, stream, dtype, format,
-                   accumulate)  # fmt: skip
+    def run():
+        x, y = as_arg(a, "a"), as_arg(b, "b")
+        return _matmul("matmul", x, y, track, bias, activation, residual, certify, out, stream, dtype, format,
+                       accumulate)  # fmt: skip
+
+    if certify or stream is not None or type(a) is np.ndarray:
+        return run()
+    options = track, activation, dtype, format, accumulate
+    return gemm_cuda.planned("matmul", (a, b, bias, residual), out, options, run)
 
 
 def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
@@ -193,12 +199,21 @@ def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
     >>> fb.linear(np.ones((4, 32), np.float32), np.ones((8, 32), np.float32), np.ones(8, np.float32))[0, 0]
     np.float32(33.0)
     """
-    x = as_arg(x, "x")
-    w = linear_weight("linear", x, weight)
     names = ("track", "activation", "residual", "certify", "out", "stream", "dtype", "format",
              "accumulate")  # fmt: skip
     for name in kwargs:
         if name not in names:
             raise TypeError(f"linear: unexpected argument {name!r}{nearest(name, names)}")
     rest = [kwargs.get(name) for name in names[:-1]] + [kwargs.get("accumulate", "promoted")]
-    return _matmul("linear", x, w, rest[0], bias, *rest[1:])
+    track, activation, residual, certify, out, stream, *options = rest
+
+    def run():
+        left = as_arg(x, "x")
+        gemm_cuda.expand_once(weight, track)
+        w = linear_weight("linear", left, weight)
+        return _matmul("linear", left, w, track, bias, *rest[1:])
+
+    if certify or stream is not None or type(x) is np.ndarray:
+        return run()
+    options = track, activation, *options
+    return gemm_cuda.planned("linear", (x, weight, bias, residual), out, options, run)

@@ -6,25 +6,36 @@ call can be captured in a CUDA graph. Plain operands that are quantised here pro
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from . import device
 from .backends import cuda_gemm as kernels
 from .backends import cuda_math
+from .backends import cuda_tape as tape
 from .backends.cuda_gemm import EXPANDING, Finish, Matrices
+from .backends.cuda_tape import left_to_framework
 from .device import DeviceArray
+from .dual import DualWeight
 from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
 from .operands import Arg, as_arg, memory_of, places
+from .tracks import resolve_track
 
 # ---- operands ----------------------------------------------------------------------------------------------
 
 
 def float32(x: DeviceArray) -> DeviceArray:
     """float64 rounded to float32 by the framework; other dtypes as they are."""
-    return device.astype(x, "float32") if x.dtype == "float64" else x
+    return left_to_framework(device.astype(x, "float32")) if x.dtype == "float64" else x
+
+
+def contiguous(x: DeviceArray) -> DeviceArray:
+    new = device.contiguous(x)
+    return x if new is x else left_to_framework(new)
 
 
 def _plain(x: DeviceArray, right: bool) -> Matrices:
@@ -33,7 +44,7 @@ def _plain(x: DeviceArray, right: bool) -> Matrices:
 
 def _part(q: QuantizedArray, name: str) -> DeviceArray | None:
     part = getattr(q, name)
-    return None if part is None else device.contiguous(device.operand(part, name))
+    return None if part is None else contiguous(device.operand(part, name))
 
 
 def expanded(q: QuantizedArray) -> DeviceArray:
@@ -46,9 +57,18 @@ def expanded(q: QuantizedArray) -> DeviceArray:
             padded = device.full((*q.lead, kernels.round_up(q.k, 16)), 0, "uint8", like=packed)
             view = cuda_math.part(padded, ..., slice(0, q.k))
             device.assign(view, packed)
-            packed = view
+            packed = left_to_framework(view)
         q._expanded = packed.owner
     return device.operand(q._expanded, "expanded")
+
+
+def expand_once(q: Any, track: str | None) -> None:
+    """The expanded bytes of a prepared operand, before views of it are made: each would make its own."""
+    if type(q) is not QuantizedArray or q._expanded is not None or q.format.name not in EXPANDING:
+        return
+    if device.is_device(q.packed) and resolve_track(track, "fp4") in ("fp4", "dual"):
+        with device.ordered("expand", None, [device.operand(q.packed, "packed")]):
+            expanded(q)
 
 
 def _logical(q: QuantizedArray, array: DeviceArray, strides, k: int, outer, right: bool) -> Matrices:
@@ -62,7 +82,7 @@ def _logical(q: QuantizedArray, array: DeviceArray, strides, k: int, outer, righ
         over = _outer_steps(q, outer)
         if over[row] not in (0, 1):  # the kernel's scales lie beside one another
             outer = device.permute(device.broadcast(outer, (*q.lead, 1)), q.order)
-            outer = device.contiguous(outer)
+            outer = contiguous(outer)
             over = outer.strides
     steps = [strides[position] for position in q.order]
     shape = q.shape
@@ -91,7 +111,7 @@ def _decoded(q: QuantizedArray, dtype: str, scaled: bool, stream: int) -> tuple[
             if varies == [True] + [False] * (len(varies) - 1):  # one an index of the first axis
                 mid, inner = math.prod(q.lead[first + 1 :]), 1
             else:
-                outer = device.contiguous(device.broadcast(outer, (*q.lead, 1)))
+                outer = contiguous(device.broadcast(outer, (*q.lead, 1)))
     rows = kernels.decoded(q.format, packed, block, outer, q.rows, q.k, dtype, stream, mid, inner)
     width = rows.shape[1]
     steps = tuple(math.prod(q.lead[i + 1 :]) * width for i in range(q.ndim - 1))
@@ -176,7 +196,7 @@ def writable(d: DeviceArray, row: bool, column: bool) -> Matrices:
     if _storable(x):
         return x
     dtype = "float32" if d.dtype == "float64" else d.dtype
-    return result_matrices(device.empty(d.shape, dtype, like=d), row, column)
+    return result_matrices(kernels.empty(d.shape, dtype, like=d), row, column)
 
 
 def multiply(d: Matrices, stream: int, four=None, sixteen=None, finish: Finish | None = None) -> None:
@@ -195,25 +215,29 @@ def multiply(d: Matrices, stream: int, four=None, sixteen=None, finish: Finish |
     kernels.product(d, stream, four, sixteen, finish)
 
 
-def dual_product(a: Arg, w: Any, fmt: Format, d: Matrices, stream: int, finish: Finish) -> None:
-    """d = Q(a) @ twin + bf16(a @ down) @ up with the epilogue: one kernel after the quantiser of a."""
-    twin = as_arg(w.twin, "b")
-    branch = w.branch
+def dual_sides(a: Arg, w: Any, fmt: Format, stream: int, **fields):
+    """(FP4 operands, BF16 operands of the branch or None, T = bf16(a @ down) with the outlier columns or
+    None); one kernel makes all that depends on a plain `a`. `fields`: more results of that quantiser."""
+    twin, branch = as_arg(w.twin, "b"), w.branch
     if branch.rank + branch.outliers == 0:
-        four = fp4_sides(a, twin, fmt, stream)
-        return _fp4_product(four, None, d, stream, finish)
+        return fp4_sides(a, twin, fmt, stream, **fields), None, None
+    if branch.outliers and a.array is None:
+        raise TypeError(
+            f"a DualWeight with outlier rows needs {a.name} as a plain array, because its outlier "
+            f"columns are taken out before it is quantised; pass {a.name} unquantised"
+        )
     rows, width = math.prod(a.shape[:-1]), branch.up_t.shape[1]
-    hidden = device.empty((rows, width), "bfloat16", like=branch.up_t)
-    fields = {}
+    hidden = kernels.empty((rows, width), "bfloat16", like=branch.up_t)
     if a.array is not None:
-        fields = branch.fields() | {"hidden": hidden.address, "hidden_stride": width}
+        fields |= branch.fields() | {"hidden": hidden.address, "hidden_stride": width}
     four = fp4_sides(a, twin, fmt, stream, **fields)
     if a.array is None:
         hidden_product(a, branch, hidden, stream)
-    each = tuple(math.prod(four[0].lead[i + 1 :]) * four[0].rows for i in range(len(four[0].lead)))
-    x = replace(four[0], array=hidden, steps=tuple(n * width for n in each), row_stride=width,
+    left = four[0]
+    each = tuple(math.prod(left.lead[i + 1 :]) * left.rows for i in range(len(left.lead)))
+    x = replace(left, array=hidden, steps=tuple(n * width for n in each), row_stride=width,
                 k=branch.rank + branch.outliers, k_stride=1, scale=None)  # fmt: skip
-    _fp4_product(four, (x, branch.up), d, stream, finish)
+    return four, (x, branch.up), hidden
 
 
 def hidden_product(a: Arg, branch: Any, hidden: DeviceArray, stream: int) -> None:
@@ -225,7 +249,7 @@ def hidden_product(a: Arg, branch: Any, hidden: DeviceArray, stream: int) -> Non
     kernels.product(d, stream, sixteen=(x, branch.down))
 
 
-def _fp4_product(four, sixteen, d: Matrices, stream: int, finish: Finish) -> None:
+def fp4_product(four, sixteen, d: Matrices, stream: int, finish: Finish) -> None:
     """E4M3 operands: one kernel. BF16 ones carry scales that the branch must not get, so that it is added by
     a second product, and the epilogue by the framework."""
     if four[0].array.dtype == "uint8":
@@ -240,12 +264,13 @@ def _fp4_product(four, sixteen, d: Matrices, stream: int, finish: Finish) -> Non
     if finish.residual is not None:
         residual = cuda_math.reshaped(finish.residual.array, shape)
     y = cuda_math.epilogue(cuda_math.reshaped(y.array, shape), finish.bias, finish.activation, residual)
-    device.assign(cuda_math.reshaped(d.array, shape), device.astype(y, d.array.dtype))
+    y = left_to_framework(device.astype(y, d.array.dtype))
+    device.assign(cuda_math.reshaped(d.array, shape), y)
 
 
 def _like(d: Matrices, dtype: str) -> Matrices:
     """New memory for the matrices d, contiguous."""
-    return kernels.left(device.empty((*d.lead, d.rows, d.k), dtype, like=d.array))
+    return kernels.left(kernels.empty((*d.lead, d.rows, d.k), dtype, like=d.array))
 
 
 # ---- the call ----------------------------------------------------------------------------------------------
@@ -285,14 +310,14 @@ class Call:
             bias = kernels.vector(float32(bias), stream)
         if residual is not None:
             found = result_matrices(float32(residual), *self.full)
-            residual = found if _storable(found) else result_matrices(
-                device.contiguous(found.array), *self.full
-            )
+            if not _storable(found):
+                found = result_matrices(contiguous(found.array), *self.full)
+            residual = found
         return Finish(bias, self.activation, residual, 1.0, accumulate)
 
     def store(self, target: DeviceArray) -> Any:
         if target is not self.d:
-            device.assign(self.d, target)
+            device.assign(self.d, left_to_framework(target))
         return self.d.owner
 
 
@@ -301,6 +326,10 @@ def matmul(op, a: Arg, b: Arg, weight, track, fmt, shape, dtype, epilogue, certi
     whole = b if b.value is weight else as_arg(weight, b.name)
     call = Call(op, a, whole, b, shape, dtype, *epilogue, out)
     with device.ordered(op, stream, [a.place, b.place]) as handle:
+        if certify:
+            from .certified_cuda import certified_product
+
+            return certified_product(call, weight, track, fmt, handle, accumulate, certify)
         if track == "reference":
             return call.store(_reference(call, handle))
         target, finish = writable(call.d, *call.full), call.finish(handle, accumulate)
@@ -308,9 +337,10 @@ def matmul(op, a: Arg, b: Arg, weight, track, fmt, shape, dtype, epilogue, certi
             pair = bf16_side(a, False, handle), bf16_side(b, True, handle)
             multiply(target, handle, None, pair, finish)
         elif track == "dual":
-            dual_product(a, weight, fmt, target, handle, finish)
+            four, sixteen, _ = dual_sides(a, weight, fmt, handle)
+            fp4_product(four, sixteen, target, handle, finish)
         else:
-            _fp4_product(fp4_sides(a, b, fmt, handle), None, target, handle, finish)
+            fp4_product(fp4_sides(a, b, fmt, handle), None, target, handle, finish)
         return call.store(target.array)
 
 
@@ -328,4 +358,105 @@ def _reference(call: Call, stream: int) -> DeviceArray:
     dtype = "float64" if any(x.dtype == "float64" for x in (call.a, call.b)) else "float32"
     y = cuda_math.matmul(exact(call.a, dtype, stream), exact(call.b, dtype, stream))
     y = cuda_math.epilogue(y, call.bias, call.activation, call.residual)
-    return device.astype(cuda_math.reshaped(y, call.d.shape), call.d.dtype)
+    return left_to_framework(device.astype(cuda_math.reshaped(y, call.d.shape), call.d.dtype))
+
+
+# ---- plans -------------------------------------------------------------------------------------------------
+def _parts(x: Any) -> list[Any]:
+    """The framework's arrays of an operand, those that it does not have left out."""
+    if type(x) is QuantizedArray:
+        parts = [p for p in (x.packed, x.block_scale, x.outer_scale) if p is not None]
+        return parts if x._expanded is None or x._expanded is x.packed else [*parts, x._expanded]
+    if type(x) is DualWeight:
+        branch = x.branch
+        factors = [p.owner for p in (branch.down_t, branch.up_t, branch.index32) if p is not None]
+        return [x.master, *_parts(x.twin), *factors]
+    return [x]
+
+
+class _Known:
+    """Signature and arrays of a container, kept in its `__dict__` as long as these are the same objects."""
+
+    __slots__ = ("witness", "key", "parts")
+
+    def __init__(self, x: Any, witness: tuple, signature: Callable):
+        self.witness, self.parts = witness, _parts(x)
+        q = x.twin if type(x) is DualWeight else x
+        over = None if q.outer_scale is None else signature(q.outer_scale)[0]
+        own = (x.rank, x.branch.outliers, signature(x.master)[0]) if q is not x else q.order
+        key = q.shape, own, q.format.name, signature(q.packed)[0], over, q._expanded is None
+        self.key = _NUMBERS.setdefault(key, next(_next))
+
+    def __reduce__(self):
+        return type(None), ()  # addresses and the like are not for copies
+
+
+_NUMBERS: dict[tuple, int] = {}
+_next = itertools.count()
+
+
+def _known(x: QuantizedArray | DualWeight, signature: Callable) -> _Known:
+    if type(x) is DualWeight:
+        witness = x.master, x.twin, x._branch, x.twin.packed, x.twin._expanded
+    else:
+        witness = x.packed, x.outer_scale, x._expanded, x.shape, x.order
+    known = x.__dict__.get("_known")
+    if known is not None:
+        a, b, c, d, e = known.witness
+        f, g, h, i, j = witness
+        if a is f and b is g and c is h and d is i and e is j:
+            return known
+    known = x.__dict__["_known"] = _Known(x, witness, signature)
+    return known
+
+
+def planned(op: str, operands: tuple, out: Any, options: tuple, long: Callable[[], Any]) -> Any:
+    """What `long` gives, by the plan of an earlier call with such operands if there is one.
+
+    `options` is all else that the result depends on. Only for the framework's current stream.
+    """
+    try:
+        first = operands[0]
+        array = first.packed if type(first) is QuantizedArray else first
+        framework = device._KINDS[type(array)]
+        if not framework.on_device(array):
+            return long()
+        found = tape.plans(framework.name)
+        address, signature = framework.address, found.signature
+        key, addresses = [op, resolve_track(options[0], ""), options], []
+        for x in operands:
+            if x is None:
+                key.append(None)
+            elif type(x) is QuantizedArray or type(x) is DualWeight:
+                known = _known(x, signature)
+                key.append(known.key)
+                for part in known.parts:
+                    addresses.append(address(part))
+            else:
+                known, at = signature(x)
+                key.append(known)
+                addresses.append(at)
+        key.append(None if out is None else signature(out)[0])
+        key = tuple(key)
+        plan = found.known.get(key)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return long()  # which says what is wrong
+    if plan is None:
+        return _planning(found, key, operands, out, long)
+    if framework.current_device() == plan.device:
+        result = plan.run(addresses, out, framework, framework.current_stream(plan.device))
+        if result is not None:
+            return result
+    return long()
+
+
+def _planning(found: tape.Plans, key: tuple, operands: tuple, out: Any, long: Callable[[], Any]) -> Any:
+    """What `long` gives, leaving a plan."""
+    arrays = [device.operand(p, "operand") for x in operands if x is not None for p in _parts(x)]
+    with tape.Tape() as recorded:
+        result = long()
+    if recorded.whole and recorded.launches:
+        given = out is not None
+        plan = tape.Plan(recorded, arrays, device.operand(out if given else result, "result"), given)
+        tape.keep(found, key, plan)
+    return result

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from .. import device
 from ..device import DeviceArray
 from ..formats import Format
 from . import cuda
+from .cuda_tape import call, empty
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 FORMATS = {"nvfp4_exact": 0, "nvfp4": 1, "mxfp4": 2, "fp8": 3}
@@ -150,7 +150,7 @@ def copied(x: Matrices, dtype: str, stream: int) -> Matrices:
     outer, inner = (x.k, x.rows) if turned else (x.rows, x.k)
     strides = (x.k_stride, x.row_stride) if turned else (x.row_stride, x.k_stride)
     width = round_up(inner, 8)
-    new = device.empty((*x.lead, outer, width), dtype, like=x.array)
+    new = empty((*x.lead, outer, width), dtype, like=x.array)
     _convert(x.array, x.array.address, x.lead, x.steps, outer, inner, *strides, new, new.address, stream)
     steps = tuple(math.prod(x.lead[i + 1 :]) * outer * width for i in range(len(x.lead)))
     inner_strides = (1, width) if turned else (width, 1)
@@ -166,7 +166,7 @@ def _convert(x, address, lead, steps, rows, k, row_stride, k_stride, out, to, st
             _convert(x, address + i * steps[0] * x.itemsize, lead[1:], steps[1:], rows, k, row_stride,
                      k_stride, out, to + i * size, stream)  # fmt: skip
         return
-    device.call("convert", address, DTYPES[x.dtype], math.prod(lead), rows, k, step, row_stride, k_stride,
+    call("convert", address, DTYPES[x.dtype], math.prod(lead), rows, k, step, row_stride, k_stride,
                      to, DTYPES[out.dtype], out.shape[-1], stream)  # fmt: skip
 
 
@@ -298,7 +298,7 @@ class Product:
                     moved[name] += i * s[0] * itemsize
                 self._launch(lead[1:], moved, [s[1:] for s in steps], stream, function)
             return
-        device.call(function, filled("fp4bf16_gemm_args", fields | batch), stream)
+        call(function, filled("fp4bf16_gemm_args", fields | batch), stream)
 
     def _fit(self, lead, steps) -> dict[str, int] | None:
         """The batch fields; None where the index of a matrix is no z // div % mod."""
@@ -372,9 +372,9 @@ def quantize(x: Matrices, fmt: Format, search: str, stream: int, **fields) -> No
     library = cuda.load()
     size = int(library.lib.fp4bf16_quantize_workspace_size(args))
     if size > 0:
-        workspace = device.empty((size,), "uint8", like=x.array)
+        workspace = empty((size,), "uint8", like=x.array)
         args.workspace = library.ffi.cast("void*", workspace.address)
-    device.call("quantize", args, stream)
+    call("quantize", args, stream)
 
 
 def quantized(x: Matrices, fmt: Format, search: str, stream: int, kind: str, **fields) -> Matrices:
@@ -385,20 +385,20 @@ def quantized(x: Matrices, fmt: Format, search: str, stream: int, kind: str, **f
     """
     rows, like = x.count * x.rows, x.array
     groups = 1 if fmt.default_outer == "tensor" else rows
-    outer = None if fmt.default_outer is None else device.empty((groups,), "float32", like=like)
+    outer = None if fmt.default_outer is None else empty((groups,), "float32", like=like)
     if outer is not None:
         fields["outer_scale"] = outer.address
     if kind == "expanded":
         width = round_up(x.k, 16)
-        array = device.empty((rows, width), "uint8", like=like)
+        array = empty((rows, width), "uint8", like=like)
         quantize(x, fmt, search, stream, expanded=array.address, expanded_stride=width, **fields)
         k = width  # what lies behind x's own elements is zero
     else:
         kp = round_up(x.k, fmt.multiple)
-        packed = device.empty((rows, kp // 2 if fmt.block else kp), "uint8", like=like)
+        packed = empty((rows, kp // 2 if fmt.block else kp), "uint8", like=like)
         block = None
         if fmt.block:
-            block = device.empty((rows, kp // fmt.block), "uint8", like=like)
+            block = empty((rows, kp // fmt.block), "uint8", like=like)
             fields["block_scale"] = block.address
         quantize(x, fmt, search, stream, packed=packed.address, **fields)
         inside = outer if kind == "values" and fmt.default_outer == "row" else None
@@ -416,9 +416,9 @@ def decoded(fmt, packed, block, outer, rows, k, dtype, stream, mid=1, inner=None
     """(rows, k rounded up to 8) of `dtype`: code * block scale, times the outer scale of the row's group
     unless `outer` is None. The columns behind k are not written."""
     width = round_up(k, 8)
-    new = device.empty((rows, width), dtype, like=packed)
+    new = empty((rows, width), dtype, like=packed)
     if rows and k:
-        device.call(
+        call(
             "dequantize", FORMATS[fmt.name], packed.address, 0 if block is None else block.address,
             0 if outer is None else outer.address, rows, k, mid, rows if inner is None else inner,
             new.address, DTYPES[dtype], 1, width, 1, stream,
