@@ -188,7 +188,7 @@ __device__ inline void quantise(Shared<kRank>& s, const Work& w, const Part& par
         Ring<S::kSlots> ring{(done + b0) % S::kSlots, (done + b0) / S::kSlots & 1};
 #pragma unroll 1
         for (; column < end; column += kGroups * kColumns) {
-            wait(&s.x_full[ring.slot], ring.parity);
+            ptx::barrier_wait(&s.x_full[ring.slot], ring.parity);
             const uint8_t* const box = s.x[ring.slot];
             const uint4 low = *reinterpret_cast<const uint4*>(box + offset);
             const uint4 high = *reinterpret_cast<const uint4*>(box + (offset ^ 16));

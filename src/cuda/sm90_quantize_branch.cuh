@@ -71,22 +71,6 @@ struct Part {
     }
 };
 
-// ptx::barrier_wait acquires from the whole cluster, for which it empties the L1 cache: this is for what only
-// this CTA and the copy engine write.
-__device__ inline void wait(uint64_t* barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra.uni finished;\n"
-        "bra.uni again;\n"
-        "finished:\n"
-        "}\n" ::"r"(ptx::shared_address(barrier)),
-        "r"(parity)
-        : "memory");
-}
-
 // ---- shared memory of other CTAs
 __device__ inline uint32_t address_at(const void* pointer, uint32_t rank) {
     uint32_t address;
@@ -165,7 +149,7 @@ __device__ inline void copy_x(Shared<kRank>& s, const CUtensorMap& map, const Wo
     for (int tile = part.tile; tile < w.tiles; tile += part.step) {
 #pragma unroll 1
         for (int b = 0; b < part.boxes; ++b, ring.next()) {
-            wait(&s.x_empty[ring.slot], ring.parity ^ 1);
+            ptx::barrier_wait(&s.x_empty[ring.slot], ring.parity ^ 1);
             ptx::barrier_arrive_expect_bytes(&s.x_full[ring.slot], kBoxBytes);
             ptx::copy_box(s.x[ring.slot], &map, &s.x_full[ring.slot], (part.first + b) * kColumns,
                           tile * kRows, 0);
@@ -179,7 +163,7 @@ __device__ inline void copy_down(Shared<kRank>& s, const CUtensorMap& map, const
     for (int tile = part.tile; tile < w.tiles; tile += part.step) {
 #pragma unroll 1
         for (int b = 0; b < part.boxes; ++b, ring.next()) {
-            wait(&s.down_empty[ring.slot], ring.parity ^ 1);
+            ptx::barrier_wait(&s.down_empty[ring.slot], ring.parity ^ 1);
             ptx::barrier_arrive_expect_bytes(&s.down_full[ring.slot], kRank * 128);
             ptx::copy_box(s.down[ring.slot], &map, &s.down_full[ring.slot], (part.first + b) * kColumns, 0,
                           0);
@@ -212,7 +196,7 @@ template <int kRank>
 __device__ inline void send_amax(Shared<kRank>& s, const Work& w, const Part& part, uint32_t n,
                                  const uint32_t (&amax)[4]) {
     const uint32_t row = threadIdx.x / 8, first = threadIdx.x % 8, now = n % 2;
-    if (n > 0) wait(&s.amax_read[now ^ 1], (n - 1) / 2 & 1);
+    if (n > 0) ptx::barrier_wait(&s.amax_read[now ^ 1], (n - 1) / 2 & 1);
     if (threadIdx.x == 0) ptx::barrier_arrive_expect_bytes(&s.amax_full[now], w.ctas * kRows * 4);
     if (first < w.ctas) {
         const uint32_t to = address_at(&s.amax[now][part.rank][row], first);
@@ -300,11 +284,11 @@ __device__ inline void multiply(Shared<kRank>& s, const Work& w, const Part& par
         uint32_t most[4] = {};
 #pragma unroll 1
         for (int b = 0; b < part.boxes; ++b, ring.next(), down.next()) {
-            wait(&s.x_full[ring.slot], ring.parity);
+            ptx::barrier_wait(&s.x_full[ring.slot], ring.parity);
             if (w.args.outliers > 0 && s.first_outlier[b] < s.first_outlier[b + 1])
                 take_outliers(s.x[ring.slot], w, int64_t{tile} * kRows, (part.first + b) * kColumns,
                               s.first_outlier[b], s.first_outlier[b + 1]);
-            wait(&s.down_full[down.slot], down.parity);
+            ptx::barrier_wait(&s.down_full[down.slot], down.parity);
             ptx::wgmma_fence();
             const uint64_t x = ptx::wgmma_descriptor(ptx::shared_address(s.x[ring.slot]), 1024);
             const uint64_t y = ptx::wgmma_descriptor(ptx::shared_address(s.down[down.slot]), 1024);
