@@ -3,6 +3,7 @@
 #include <cuda_fp8.h>
 
 #include "common.h"
+#include "branch.h"
 #include "quantize.cuh"
 #include "quantize_half.cuh"
 #include "sm90_quantize_branch.cuh"
@@ -122,6 +123,13 @@ struct RowRules {
         }
         return out;
     }
+};
+
+// No quantiser: the product alone.
+struct NoRules {
+    static constexpr fp4bf16_format kFormat = FP4BF16_NVFP4;
+    __device__ NoRules(const fp4bf16_quantize_args&, int64_t, float, bool) {}
+    __device__ Block operator()(const uint4&, const uint4&) const { return {}; }
 };
 
 // Where a row's blocks go; a result that is not wanted ends at column 0.
@@ -311,10 +319,22 @@ fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap
 }
 
 template <typename Rules>
-fp4bf16_status launch_for_rank(const Work& w, const CUtensorMap& x_map, const CUtensorMap& down_map,
-                               cudaStream_t stream) {
-    return w.args.rank <= 64 ? launch<64, Rules>(w, x_map, down_map, stream)
-                             : launch<128, Rules>(w, x_map, down_map, stream);
+fp4bf16_status launch_on(const fp4bf16_quantize_args& a, cudaStream_t stream) {
+    Work w{};
+    w.args = a;
+    w.kp = a.format == FP4BF16_FP8 ? a.k_size : ceil_div(a.k_size, 16) * 16;
+    w.tiles = static_cast<int>(ceil_div(a.rows, kRows));
+    w.boxes = static_cast<int>(boxes_of(a));
+    w.ctas = ctas_for(w.boxes);
+    w.cta_boxes = static_cast<int>(ceil_div(w.boxes, w.ctas));
+    const int rank = a.rank <= 64 ? 64 : 128;
+    CUtensorMap x_map, down_map;
+    FP4BF16_TRY(make_tensor_map("quantize", "x", a.x, 2,
+                                {a.k_size, a.rows, 1, a.x_stride, 0, kColumns, kRows}, &x_map));
+    FP4BF16_TRY(make_tensor_map("quantize", "down_t", a.down_t, 2,
+                                {a.k_size, a.rank, 1, a.down_stride, 0, kColumns, rank}, &down_map));
+    return rank == 64 ? launch<64, Rules>(w, x_map, down_map, stream)
+                      : launch<128, Rules>(w, x_map, down_map, stream);
 }
 
 bool aligned(const void* pointer, uintptr_t bytes) {
@@ -330,40 +350,36 @@ bool stores_fit(const fp4bf16_quantize_args& a) {
 
 }  // namespace
 
-bool branch_takes(const fp4bf16_quantize_args& a) {
+// What the product needs, whatever else is asked for.
+bool branch_multiplies(const fp4bf16_quantize_args& a) {
     int major = 0, minor = 0;
+    return a.rank >= 1 && a.rank <= 128 && a.dtype == FP4BF16_BFLOAT16 && a.rows > 0 &&
+           a.rows < INT32_MAX - kRows && a.k_size > 0 && boxes_of(a) <= kMostBoxes * kMostCtas &&
+           a.after == 1 && a.k_stride == 1 && a.x_stride % 8 == 0 && aligned(a.x, 16) &&
+           a.down_stride % 8 == 0 && aligned(a.down_t, 16) &&
+           compute_capability("quantize", &major, &minor) == FP4BF16_OK && major == 9 && minor == 0;
+}
+
+bool branch_takes(const fp4bf16_quantize_args& a) {
     const bool te =
         a.format == FP4BF16_NVFP4 && (a.rule == FP4BF16_RULE_DEFAULT || a.rule == FP4BF16_RULE_TE);
-    return a.rank >= 1 && a.rank <= 128 && a.dtype == FP4BF16_BFLOAT16 && a.rounding == FP4BF16_NEAREST &&
-           (te || a.format == FP4BF16_NVFP4_EXACT || a.format == FP4BF16_FP8) &&
-           (a.outer_given != nullptr || a.mid == 1) && a.sums == nullptr && a.counts == nullptr &&
-           a.rows > 0 && a.rows < INT32_MAX - kRows && a.k_size > 0 &&
-           boxes_of(a) <= kMostBoxes * kMostCtas && a.after == 1 && a.k_stride == 1 && a.x_stride % 8 == 0 &&
-           aligned(a.x, 16) && a.down_stride % 8 == 0 && aligned(a.down_t, 16) && stores_fit(a) &&
-           compute_capability("quantize", &major, &minor) == FP4BF16_OK && major == 9 && minor == 0;
+    return (te || a.format == FP4BF16_NVFP4_EXACT || a.format == FP4BF16_FP8) &&
+           a.rounding == FP4BF16_NEAREST && (a.outer_given != nullptr || a.mid == 1) && a.sums == nullptr &&
+           a.counts == nullptr && stores_fit(a) && branch_multiplies(a);
 }
 
 int64_t branch_workspace(const fp4bf16_quantize_args&) { return 0; }
 
 fp4bf16_status quantize_branch(const fp4bf16_quantize_args& a, cudaStream_t stream) {
-    Work w{};
-    w.args = a;
-    w.kp = a.format == FP4BF16_FP8 ? a.k_size : ceil_div(a.k_size, 16) * 16;
-    w.tiles = static_cast<int>(ceil_div(a.rows, kRows));
-    w.boxes = static_cast<int>(boxes_of(a));
-    w.ctas = ctas_for(w.boxes);
-    w.cta_boxes = static_cast<int>(ceil_div(w.boxes, w.ctas));
-    CUtensorMap x_map, down_map;
-    FP4BF16_TRY(make_tensor_map("quantize", "x", a.x, 2,
-                                {a.k_size, a.rows, 1, a.x_stride, 0, kColumns, kRows}, &x_map));
-    FP4BF16_TRY(make_tensor_map("quantize", "down_t", a.down_t, 2,
-                                {a.k_size, a.rank, 1, a.down_stride, 0, kColumns, a.rank <= 64 ? 64 : 128},
-                                &down_map));
-    if (a.format == FP4BF16_FP8) return launch_for_rank<RowRules<kFp8>>(w, x_map, down_map, stream);
-    if (a.format == FP4BF16_NVFP4) return launch_for_rank<RowRules<kTe>>(w, x_map, down_map, stream);
-    return a.search == FP4BF16_SEARCH_FULL
-               ? launch_for_rank<RowRules<kExactFull>>(w, x_map, down_map, stream)
-               : launch_for_rank<RowRules<kExactFast>>(w, x_map, down_map, stream);
+    if (a.format == FP4BF16_FP8) return launch_on<RowRules<kFp8>>(a, stream);
+    if (a.format == FP4BF16_NVFP4) return launch_on<RowRules<kTe>>(a, stream);
+    return a.search == FP4BF16_SEARCH_FULL ? launch_on<RowRules<kExactFull>>(a, stream)
+                                           : launch_on<RowRules<kExactFast>>(a, stream);
+}
+
+fp4bf16_status multiply_branch(fp4bf16_quantize_args a, cudaStream_t stream) {
+    a.packed = a.expanded = a.block_scale = nullptr;
+    return launch_on<NoRules>(a, stream);
 }
 
 }  // namespace fp4bf16
