@@ -54,10 +54,8 @@ struct RowRules {
                                               : kKind == kTe ? FP4BF16_NVFP4
                                                              : FP4BF16_NVFP4_EXACT;
     Outer outer;
-    bool expands, packs;
 
-    __device__ RowRules(const fp4bf16_quantize_args& a, int64_t row, float amax, bool first)
-        : expands(a.expanded != nullptr), packs(a.packed != nullptr) {
+    __device__ RowRules(const fp4bf16_quantize_args& a, int64_t row, float amax, bool first) {
         constexpr Rule kRule = {kFormat, FP4BF16_RULE_TE, false, false};
         const int64_t group = row / (a.mid * a.inner) * a.inner + row % a.inner;
         outer = a.outer_given == nullptr
@@ -67,7 +65,7 @@ struct RowRules {
             a.outer_scale[group] = outer.decode;
     }
 
-    __device__ Block operator()(const uint4& low, const uint4& high) const {
+    __device__ Block operator()(const Work& work, const uint4& low, const uint4& high) const {
         const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         uint32_t most = w[0];
 #pragma unroll
@@ -78,7 +76,7 @@ struct RowRules {
         if (top == 0) return Block{};
         const bool exact = kKind != kTe, over = exact && bits_float(top << 16) * outer.encode > 6.0f * 64.0f;
         if (top < 32 << 7 || top >= 0x7F80 || over) return special_block<kKind>(low, high, outer);
-        return fp4_block(w, top);
+        return fp4_block(work, w, top);
     }
 
     __device__ Block fp8_block(const uint32_t (&w)[8]) const {
@@ -93,7 +91,7 @@ struct RowRules {
                 0};
     }
 
-    __device__ Block fp4_block(const uint32_t (&w)[8], uint32_t top) const {
+    __device__ Block fp4_block(const Work& work, const uint32_t (&w)[8], uint32_t top) const {
         const float largest = bits_float(top << 16);
         uint32_t q[8], byte, unit;  // magnitudes of the codes in FP16; scale, and as FP16 times 2^-8
         if constexpr (kKind == kTe) {
@@ -113,10 +111,10 @@ struct RowRules {
             byte = scale_byte(i), unit = both(scale_value(i) * 0x1p-8f);
         }
         Block out{{}, {}, byte};
-        if (kKind != kTe && expands)
+        if (kKind != kTe && work.expanded_end > 0)
             out.expanded = make_uint4(expand_codes(q, w, unit), expand_codes(q + 2, w + 2, unit),
                                       expand_codes(q + 4, w + 4, unit), expand_codes(q + 6, w + 6, unit));
-        if (packs) {
+        if (work.packed_end > 0) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) q[i] |= w[i] & 0x80008000u;
             out.packed = make_uint2(pack_codes(q), pack_codes(q + 4));
@@ -129,35 +127,30 @@ struct RowRules {
 struct NoRules {
     static constexpr fp4bf16_format kFormat = FP4BF16_NVFP4;
     __device__ NoRules(const fp4bf16_quantize_args&, int64_t, float, bool) {}
-    __device__ Block operator()(const uint4&, const uint4&) const { return {}; }
+    __device__ Block operator()(const Work&, const uint4&, const uint4&) const { return {}; }
 };
 
-// Where a row's blocks go; a result that is not wanted ends at column 0.
+// Where a row's blocks go.
 struct Target {
     uint8_t *expanded, *packed, *scale;
-    uint32_t expanded_end, packed_end, scale_end;  // columns
+    bool inside;  // the row
 
-    __device__ Target(const Work& w, int64_t row) {
+    __device__ Target(const Work& w, int64_t row) : inside(row < w.args.rows) {
         const fp4bf16_quantize_args& a = w.args;
-        const bool inside = row < a.rows, fp8 = a.format == FP4BF16_FP8;
-        const int64_t boxes_end = int64_t{w.boxes} * kColumns;
         expanded = keep(a.expanded + row * a.expanded_stride);
-        packed = keep(a.packed + (fp8 ? row * w.kp : row * w.kp / 2));
+        packed = keep(a.packed + (a.format == FP4BF16_FP8 ? row * w.kp : row * w.kp / 2));
         scale = keep(a.block_scale + row * w.kp / 16);
-        expanded_end =
-            inside && a.expanded != nullptr ? static_cast<uint32_t>(min(a.expanded_stride, boxes_end)) : 0;
-        packed_end = inside && a.packed != nullptr ? static_cast<uint32_t>(w.kp) : 0;
-        scale_end = inside && a.block_scale != nullptr && !fp8 ? static_cast<uint32_t>(w.kp) : 0;
     }
 
     template <typename Rules>
-    __device__ void store(uint32_t column, const Block& b) const {
+    __device__ void store(const Work& w, uint32_t column, const Block& b) const {
         constexpr bool kFp8 = Rules::kFormat == FP4BF16_FP8;
-        if (Rules::kFormat != FP4BF16_NVFP4 && column < expanded_end)
+        if (!inside) return;
+        if (Rules::kFormat != FP4BF16_NVFP4 && column < w.expanded_end)
             *reinterpret_cast<uint4*>(expanded + column) = b.expanded;
-        if (kFp8 && column < packed_end) *reinterpret_cast<uint4*>(packed + column) = b.expanded;
-        if (!kFp8 && column < packed_end) *reinterpret_cast<uint2*>(packed + column / 2) = b.packed;
-        if (!kFp8 && column < scale_end) scale[column / 16] = static_cast<uint8_t>(b.scale);
+        if (kFp8 && column < w.packed_end) *reinterpret_cast<uint4*>(packed + column) = b.expanded;
+        if (!kFp8 && column < w.packed_end) *reinterpret_cast<uint2*>(packed + column / 2) = b.packed;
+        if (!kFp8 && column < w.scale_end) scale[column / 16] = static_cast<uint8_t>(b.scale);
     }
 
     // In a register, or the compiler makes the address anew for every block.
@@ -203,9 +196,9 @@ __device__ inline void quantise(Shared<kRank>& s, const Work& w, const Part& par
             __syncwarp();
             if (lane == 0) ptx::barrier_arrive(&s.x_empty[ring.slot]);
             ring.next(kGroups);
-            target.store<Rules>(column, rules(low, high));
+            target.store<Rules>(w, column, rules(w, low, high));
         }
-        if (target.expanded_end > 0 && part.first + part.boxes == w.boxes && group == 0)
+        if (inside && w.expanded_end > 0 && part.first + part.boxes == w.boxes && group == 0)
 #pragma unroll 1
             for (int64_t c = int64_t{w.boxes} * kColumns + 16 * quarter; c < w.args.expanded_stride;
                  c += kColumns)
@@ -323,6 +316,12 @@ fp4bf16_status launch_on(const fp4bf16_quantize_args& a, cudaStream_t stream) {
     Work w{};
     w.args = a;
     w.kp = a.format == FP4BF16_FP8 ? a.k_size : ceil_div(a.k_size, 16) * 16;
+    const auto end = [](const void* result, int64_t columns) {
+        return result == nullptr ? 0 : static_cast<uint32_t>(columns);
+    };
+    w.expanded_end = end(a.expanded, std::min(a.expanded_stride, boxes_of(a) * kColumns));
+    w.packed_end = end(a.packed, w.kp);
+    w.scale_end = end(a.format == FP4BF16_FP8 ? nullptr : a.block_scale, w.kp);
     w.tiles = static_cast<int>(ceil_div(a.rows, kRows));
     w.boxes = static_cast<int>(boxes_of(a));
     w.ctas = ctas_for(w.boxes);

@@ -52,9 +52,10 @@ struct Shared {
 // What a launch works on.
 struct Work {
     fp4bf16_quantize_args args;
-    int64_t kp;                   // k_size padded to blocks
-    int tiles, boxes, cta_boxes;  // of 64 rows; of a row of tiles, whole and in a CTA
-    uint32_t ctas;                // of a cluster
+    int64_t kp;                                    // k_size padded to blocks
+    uint32_t expanded_end, packed_end, scale_end;  // columns of a row that are stored; 0: none
+    int tiles, boxes, cta_boxes;                   // of 64 rows; of a tile, in all and in a CTA
+    uint32_t ctas;                                 // of a cluster
 };
 
 // A CTA's part of it.
