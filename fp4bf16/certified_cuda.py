@@ -1,8 +1,8 @@
 """The certified form of a product of device arrays.
 
-The product runs on the device, with its quantiser's sums of squares; these, the product and, for the estimate,
-the operands are copied to the host, where the certificate is made. So a certified call synchronises, and its
-epilogue is the framework's.
+The product runs on the device, with its quantiser's sums of squares; these, the product and, for the
+estimate, the operands are copied to the host, where the certificate is made. A certified call synchronises,
+and its epilogue is the framework's.
 """
 
 from __future__ import annotations

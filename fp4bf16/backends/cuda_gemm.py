@@ -315,8 +315,9 @@ class Product:
                     return None
                 div, mod, step = found
                 if step:
-                    known = fields.setdefault(f"{side}_batch_div", div), fields.setdefault(
-                        f"{side}_batch_mod", mod
+                    known = (
+                        fields.setdefault(f"{side}_batch_div", div),
+                        fields.setdefault(f"{side}_batch_mod", mod),
                     )
                     if known != (div, mod):
                         return None
