@@ -23,44 +23,22 @@ struct Block {
 
 enum Kind { kExactFull, kExactFast, kTe, kFp8 };
 
-// A block by the rules as they are written down: NaN and Inf, subnormal numbers, blocks beyond a given scale.
-template <Kind kKind>
-__device__ __noinline__ Block special_block(uint4 low, uint4 high, Outer outer) {
-    constexpr Rule kRule = {kKind == kFp8  ? FP4BF16_FP8
-                            : kKind == kTe ? FP4BF16_NVFP4
-                                           : FP4BF16_NVFP4_EXACT,
-                            FP4BF16_RULE_TE, kKind == kExactFull, false};
-    const uint32_t pairs[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    float x[16];
-    Codes<16> c;
-    int counts[kCounts] = {};
-    Philox unused(0, 0, 0);
-#pragma unroll 1
-    for (int j = 0; j < 16; ++j) x[j] = bits_float(j % 2 ? pairs[j / 2] & 0xFFFF0000u : pairs[j / 2] << 16);
-    quantize_block<16>(x, 16, 16, kRule, outer, &unused, 0, 0, false, &c, counts);
-    uint32_t p[2] = {}, e[4] = {};
-#pragma unroll 1
-    for (int j = 0; j < 16; ++j) {
-        p[j / 8] |= uint32_t{c.code[j]} << 4 * (j % 8);
-        e[j / 4] |= (kKind == kFp8 ? c.code[j] : expanded_byte(c.code[j], c.byte)) << 8 * (j % 4);
-    }
-    return {{p[0], p[1]}, {e[0], e[1], e[2], e[3]}, c.byte};
-}
-
 // Rules of one row; fp8 has its elements in `expanded`.
 template <Kind kKind>
 struct RowRules {
     static constexpr fp4bf16_format kFormat = kKind == kFp8  ? FP4BF16_FP8
                                               : kKind == kTe ? FP4BF16_NVFP4
                                                              : FP4BF16_NVFP4_EXACT;
+    static constexpr uint32_t kNaNs = kE4M3NaN * 0x01010101u;
     Outer outer;
 
+    __device__ static constexpr Rule rule() { return {kFormat, FP4BF16_RULE_TE, kKind == kExactFull, false}; }
+
     __device__ RowRules(const fp4bf16_quantize_args& a, int64_t row, float amax, bool first) {
-        constexpr Rule kRule = {kFormat, FP4BF16_RULE_TE, false, false};
         const int64_t group = row / (a.mid * a.inner) * a.inner + row % a.inner;
         outer = a.outer_given == nullptr
-                    ? outer_from_amax(kRule, amax)
-                    : outer_from_scale(kRule, a.outer_given[group * a.outer_given_stride]);
+                    ? outer_from_amax(rule(), amax)
+                    : outer_from_scale(rule(), a.outer_given[group * a.outer_given_stride]);
         if (first && a.outer_scale != nullptr && row / a.inner % a.mid == 0)
             a.outer_scale[group] = outer.decode;
     }
@@ -72,23 +50,50 @@ struct RowRules {
         for (int i = 1; i < 8; ++i) most = max_magnitudes(most, w[i]);
         most &= 0x7FFF7FFFu;
         const uint32_t top = max(most & 0xFFFF, most >> 16);  // BF16 bits
-        if (kKind == kFp8) return top >= 0x7F80 ? special_block<kKind>(low, high, outer) : fp8_block(w);
+        if (kKind == kFp8) return fp8_block(w, top >= 0x7F80);
         if (top == 0) return Block{};
-        const bool exact = kKind != kTe, over = exact && bits_float(top << 16) * outer.encode > 6.0f * 64.0f;
-        if (top < 32 << 7 || top >= 0x7F80 || over) return special_block<kKind>(low, high, outer);
+        if (top >= 0x7F80) return {{}, make_uint4(kNaNs, kNaNs, kNaNs, kNaNs), kE4M3NaN};
+        if (kKind != kTe && (top < 32 << 7 || bits_float(top << 16) * outer.encode > 6.0f * 64.0f))
+            return unusual_block(w, top);
         return fp4_block(work, w, top);
     }
 
-    __device__ Block fp8_block(const uint32_t (&w)[8]) const {
+    // As the rules are written down: subnormal numbers, a block beyond a given scale.
+    __device__ Block unusual_block(const uint32_t (&w)[8], uint32_t top) const {
+        float t[16];
+#pragma unroll
+        for (int j = 0; j < 16; ++j) t[j] = fabsf(element(w, j)) * outer.encode;
+        const int i = search_scale(t, 16, bits_float(top << 16) * outer.encode, rule());
+        const float inverse = 1.0f / scale_value(i);
+        uint32_t p[2] = {}, e[4] = {};
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            const uint32_t code = e2m1_code(t[j] * inverse) | sign_bit(element(w, j));
+            p[j / 8] |= code << 4 * (j % 8);
+            e[j / 4] |= expanded_byte(code, scale_byte(i)) << 8 * (j % 4);
+        }
+        return {{p[0], p[1]}, {e[0], e[1], e[2], e[3]}, scale_byte(i)};
+    }
+
+    __device__ static float element(const uint32_t (&w)[8], int j) {
+        return bits_float(j % 2 ? w[j / 2] & 0xFFFF0000u : w[j / 2] << 16);
+    }
+
+    __device__ Block fp8_block(const uint32_t (&w)[8], bool special) const {
         uint32_t two[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             two[i] = __nv_cvt_float2_to_fp8x2(make_float2(bits_float(w[i] << 16) * outer.encode,
                                                           bits_float(w[i] & 0xFFFF0000u) * outer.encode),
                                               __NV_SATFINITE, __NV_E4M3);
-        return {{},
-                {two[0] | two[1] << 16, two[2] | two[3] << 16, two[4] | two[5] << 16, two[6] | two[7] << 16},
-                0};
+        if (special)  // NaN and Inf
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                if (!is_finite(element(w, 2 * i))) two[i] = (two[i] & 0xFF00) | kE4M3NaN;
+                if (!is_finite(element(w, 2 * i + 1))) two[i] = (two[i] & 0xFF) | kE4M3NaN << 8;
+            }
+        const auto four = [&](int i) { return two[2 * i] | two[2 * i + 1] << 16; };
+        return {{}, make_uint4(four(0), four(1), four(2), four(3)), 0};
     }
 
     __device__ Block fp4_block(const Work& work, const uint32_t (&w)[8], uint32_t top) const {
