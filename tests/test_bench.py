@@ -250,3 +250,21 @@ def test_operand_sets_exceed_the_cache():
     for shape in goals.SHAPES:
         n = timing.sets_needed(arms.set_bytes(shape), 60 << 20)
         assert (n - 1) * arms.set_bytes(shape) >= 2 * (60 << 20)
+
+
+@pytest.mark.gpu
+def test_a_quick_run_on_the_gpu(tmp_path, capsys):
+    from fp4bf16.cli.bench import cuda
+
+    if (problem := cuda.problem()) is not None:
+        pytest.skip(f"no GPU to measure: {problem}")
+    target = tmp_path / "gemm.json"
+    main(["bench", "gemm", "--quick", "--no-triton", "--goals", "--json", str(target)])
+    held = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = json.loads(target.read_text())["rows"]
+    assert held.keys() > goals.results([]).keys()
+    for r in rows:
+        if r["op"] == "matmul" and not r["track"].startswith("cublas fp8"):
+            assert r["us"] > 0 and r["kernel_error"] < 1e-2, r
+        if r["op"] == "quantize" and r["track"] != arms.COPY and "tensor" not in r["track"]:
+            assert r["us"] > 0 and r["kernel_error"] == 0, r
