@@ -12,7 +12,7 @@ from .dispatch import backend_for
 from .dual import DualWeight
 from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
-from .operands import Arg, as_arg, branch, left_matrix, right_matrix
+from .operands import Arg, as_arg, branch, left_matrix, on_device, right_matrix
 from .quantize import quantize
 
 # ---- epilogue ----------------------------------------------------------------------------------------------
@@ -33,6 +33,10 @@ class Epilogue:
             self.activation = kernels.ACTIVATIONS[activation]
         for arg in self.args:
             want = (columns,) if arg.name == "bias" else shape
+            if on_device(arg):
+                where = f"a {arg.framework} array on cuda:{arg.place.device}"
+                raise TypeError(f"{op}: {arg.name} is {where} but the operands are host arrays; move one of "
+                                f"them so that all are in one place")  # fmt: skip
             if arg.array is None or arg.shape != want:
                 raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
                                  f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} "

@@ -304,10 +304,10 @@ class Call:
         named = {arg.name: arg.array for arg in added}
         self.bias, self.residual, self.activation = named.get("bias"), named.get("residual"), activation
 
-    def finish(self, stream: int, accumulate: str) -> Finish:
+    def finish(self, accumulate: str) -> Finish:
         bias, residual = self.bias, self.residual
         if bias is not None:
-            bias = kernels.vector(float32(bias), stream)
+            bias = contiguous(float32(bias))
         if residual is not None:
             found = result_matrices(float32(residual), *self.full)
             if not _storable(found):
@@ -324,15 +324,15 @@ class Call:
 def matmul(op, a: Arg, b: Arg, weight, track, fmt, shape, dtype, epilogue, certify, out, stream, accumulate):
     """The product of checked operands; `b` is what `track` multiplies, `weight` the caller's operand."""
     whole = b if b.value is weight else as_arg(weight, b.name)
-    call = Call(op, a, whole, b, shape, dtype, *epilogue, out)
     with device.ordered(op, stream, [a.place, b.place]) as handle:
+        call = Call(op, a, whole, b, shape, dtype, *epilogue, out)
         if certify:
             from .certified_cuda import certified_product
 
             return certified_product(call, weight, track, fmt, handle, accumulate, certify)
         if track == "reference":
             return call.store(_reference(call, handle))
-        target, finish = writable(call.d, *call.full), call.finish(handle, accumulate)
+        target, finish = writable(call.d, *call.full), call.finish(accumulate)
         if track == "bf16":
             pair = bf16_side(a, False, handle), bf16_side(b, True, handle)
             multiply(target, handle, None, pair, finish)

@@ -100,8 +100,8 @@ class DeviceBackward(Backward):
 
     # ---- the gradient of a ---------------------------------------------------------------------------------
     def grad_a(self, out: Any = None) -> Any:
-        d = self.target(self.a, out=out)
         with self.ordered() as stream:
+            d = self.target(self.a, out=out)
             if self.track == "reference":
                 return self._store(d, self._exact(stream, of_a=True))
             g = self.g_sides(stream)
@@ -148,8 +148,8 @@ class DeviceBackward(Backward):
     # ---- the gradient of b ---------------------------------------------------------------------------------
     def grad_b(self, out: Any = None, transposed: bool = False) -> Any:
         """The gradient of b; `transposed` gives it as (N, K), the shape of a `linear` weight."""
-        d = self.target(self.b, self.b.shape[::-1] if transposed else self.b.shape, out)
         with self.ordered() as stream:
+            d = self.target(self.b, self.b.shape[::-1] if transposed else self.b.shape, out)
             if self.track == "reference":
                 y = self._exact(stream, of_a=False)
                 return self._store(d, device.permute(y, (1, 0)) if transposed else y)
@@ -231,8 +231,8 @@ class DeviceBackward(Backward):
 
     def dbias(self, out: Any = None) -> Any:
         """Sum of the rounded g over all its rows, in float32."""
-        d = self.target(self.g, self.g.shape[-1:], out)
         with self.ordered():
+            d = self.target(self.g, self.g.shape[-1:], out)
             g = self.g.array
             if self.rounding:
                 g = device.astype(device.astype(g, "bfloat16"), "float32")
@@ -243,12 +243,12 @@ class DeviceBackward(Backward):
 
     def branch_gradients(self, w: Any) -> tuple[Any, Any]:
         """(ddown, dup) of `branch_vjp`."""
-        ddown = self.target(self.b, (w.shape[0], w.rank))
-        dup = self.target(self.b, (w.rank, w.shape[1]))
         branch = w.branch
-        if w.rank == 0:
-            return ddown.owner, dup.owner
         with self.ordered() as stream:
+            ddown = self.target(self.b, (w.shape[0], w.rank))
+            dup = self.target(self.b, (w.rank, w.shape[1]))
+            if w.rank == 0:
+                return ddown.owner, dup.owner
             g = self.g_sides(stream)
             n, width = branch.up_t.shape
             up = Matrices(branch.up_t, (), (), n, width, w.rank, 1)

@@ -170,13 +170,6 @@ def _convert(x, address, lead, steps, rows, k, row_stride, k_stride, out, to, st
                      to, DTYPES[out.dtype], out.shape[-1], stream)  # fmt: skip
 
 
-def vector(x: DeviceArray, stream: int) -> DeviceArray:
-    """A vector with unit stride, itself or a copy."""
-    if x.shape[0] <= 1 or x.strides[0] == 1:
-        return x
-    return copied(Matrices(x, (), (), 1, 0, x.shape[0], x.strides[0]), x.dtype, stream).array
-
-
 # ---- argument structs --------------------------------------------------------------------------------------
 _LETTERS = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "uint64_t": "Q", "float": "f", "double": "d"}
 
