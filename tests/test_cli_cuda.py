@@ -7,17 +7,33 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda import host_cuda, put  # noqa: F401  (host_cuda is a fixture)
+from host_cuda import FakeArray, host_cuda, put  # noqa: F401  (host_cuda is a fixture)
 
 import fp4bf16 as fb
 from fp4bf16.__main__ import main
-from fp4bf16.backends import cuda
+from fp4bf16.backends import cuda, cuda_gemm, cuda_math, cuda_tape
 from fp4bf16.cli import info, validate, validate_cuda
+
+
+class Arrays(cuda_math.Arrays):
+    """NumPy's own functions behind `FakeArray`."""
+
+    def __init__(self):
+        super().__init__(np)
+
+    def raw(self, x):
+        return x.owner.array
+
+    def owner(self, raw, like):
+        return FakeArray(np.asarray(raw), like.device)
 
 
 @pytest.fixture
 def emulated(host_cuda, monkeypatch):  # noqa: F811
     """The backend "cuda/fake" in place of this machine's."""
+    monkeypatch.setitem(cuda_math._KNOWN, "fake", Arrays())
+    monkeypatch.setattr(cuda_tape, "_local", type(cuda_tape._local)())  # no plans of another emulation
+    cuda_gemm._struct.cache_clear()
     monkeypatch.setattr(validate_cuda, "ARRAYS", {"fake": put})
     monkeypatch.setattr(validate_cuda, "problem", lambda: None)
     monkeypatch.setattr(validate, "available_backends", validate_cuda.backends)
@@ -26,7 +42,7 @@ def emulated(host_cuda, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("op, calls", [
     ("quantize", {"quantize"}), ("dequantize", {"quantize", "dequantize"}), ("matmul", {"quantize", "gemm"}),
-    ("linear", {"quantize", "gemm"}),
+    ("linear", {"quantize", "gemm"}), ("dual", {"quantize", "gemm"}), ("certify", {"quantize", "gemm"}),
 ])  # fmt: skip
 def test_validate_runs_the_library(emulated, op, calls, capsys):
     shape = "9x48" if "quantize" in op else "9x48x16"
@@ -51,6 +67,7 @@ def test_check_takes_device_arrays(emulated, rng):
     for fmt in ("nvfp4_exact", "nvfp4", "mxfp4", "fp8"):
         assert fb.testing.check("quantize", x, format=fmt, rounding="stochastic", seed=3)
         assert fb.testing.check("matmul", x, w, track="fp4", format=fmt)
+    assert fb.testing.check("dual", x, w, rank=4)
     report = fb.testing.check("matmul", x, w, track="fp4", accumulate="fast")
     assert report.bound == fb.testing.TENSOR_CORES["fast"]
     assert fb.testing.check("matmul", x, w, track="bf16").bound == fb.testing.TENSOR_CORES["bf16"]
