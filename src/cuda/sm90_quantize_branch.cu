@@ -230,6 +230,7 @@ __device__ inline void begin(Shared<kRank>& s, const Work& w) {
             ptx::barrier_init(&s.amax_read[i], kQuantWarps);
         }
         ptx::barrier_init(&s.partial_full, 1);
+        ptx::barrier_init(&s.partial_free, w.ctas);
         ptx::fence_barrier_init();
     }
     if (w.args.outliers > 0 && threadIdx.x <= kMostBoxes) {  // first index at or behind the box

@@ -45,7 +45,7 @@ struct Shared {
     float partial[kRows * kPitch];       // (CTAs, 64 / CTAs, rank): T of my rows, from every CTA
     uint32_t amax[2][kMostCtas][kRows];  // FP32 bits
     uint64_t x_full[kSlots], x_empty[kSlots], down_full[kDownSlots], down_empty[kDownSlots];
-    uint64_t amax_full[2], amax_read[2], partial_full;
+    uint64_t amax_full[2], amax_read[2], partial_full, partial_free;
     int first_outlier[kMostBoxes + 1];  // of a box: index into outlier_index
 };
 
@@ -94,6 +94,11 @@ __device__ inline void store_at(uint32_t address, float x, float y, uint32_t bar
             address),
         "f"(x), "f"(y), "r"(barrier)
         : "memory");
+}
+
+// Orders no more than this CTA's reads before it: enough for another to write over what was read.
+__device__ inline void arrive_at(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ inline void sync_math_warps() {
@@ -189,30 +194,32 @@ __device__ inline void take_outliers(uint8_t* box, const Work& w, int64_t row0, 
     sync_math_warps();
 }
 
-// The amax of this CTA's rows goes to every CTA of the cluster; returns once that of all CTAs is here. Two
-// buffers are enough: what this overwrites, that of tile n - 2, every CTA has read, since each waits here for
-// its quantising warps to have read n - 2 before it sends n - 1, and n is not sent before all n - 1 have
-// come.
+// The amax of this CTA's rows goes to every CTA of the cluster. Two buffers are enough: what this overwrites,
+// that of tile n - 2, every CTA has read, since none sends n - 1 before its quantising warps have read n - 2,
+// nor n before all n - 1 have come.
 template <int kRank>
 __device__ inline void send_amax(Shared<kRank>& s, const Work& w, const Part& part, uint32_t n,
                                  const uint32_t (&amax)[4]) {
     const uint32_t row = threadIdx.x / 8, first = threadIdx.x % 8, now = n % 2;
-    if (n > 0) ptx::barrier_wait(&s.amax_read[now ^ 1], (n - 1) / 2 & 1);
+    if (n > 0) {
+        ptx::barrier_wait(&s.amax_read[now ^ 1], (n - 1) / 2 & 1);
+        ptx::barrier_wait(&s.amax_full[now ^ 1], (n - 1) / 2 & 1);
+    }
     if (threadIdx.x == 0) ptx::barrier_arrive_expect_bytes(&s.amax_full[now], w.ctas * kRows * 4);
     if (first < w.ctas) {
         const uint32_t to = address_at(&s.amax[now][part.rank][row], first);
         const uint32_t barrier = address_at(&s.amax_full[now], first);
         for (uint32_t j = 0; j < 4; ++j) store_at(to + 16 * 4 * j, amax[j] << 16, barrier);
     }
-    ptx::barrier_wait(&s.amax_full[now], n / 2 & 1);
 }
 
-// The partial sums of T go to the CTA that adds up their row. That one is done with the tile before: it has
-// sent its amax of this tile.
+// The partial sums of T go to the CTA that adds up their row, once that is done with those of the tile
+// before.
 template <int kRank>
-__device__ inline void send_partial(Shared<kRank>& s, const Work& w, const Part& part,
+__device__ inline void send_partial(Shared<kRank>& s, const Work& w, const Part& part, uint32_t n,
                                     const float (&d)[kRank / 64][32]) {
     const uint32_t rows = kRows / w.ctas, lane = threadIdx.x % 32;
+    if (n > 0) ptx::barrier_wait(&s.partial_free, (n - 1) & 1);
     if (threadIdx.x == 0) ptx::barrier_arrive_expect_bytes(&s.partial_full, kRows * kRank * 4);
 #pragma unroll
     for (uint32_t lower = 0; lower < 2; ++lower) {
@@ -248,6 +255,15 @@ __device__ inline void finish_rows(const Shared<kRank>& s, const Work& w, const 
 #pragma unroll 1
         for (int64_t column = used + threadIdx.x % 32; column < w.args.hidden_stride; column += 32)
             hidden[row * w.args.hidden_stride + column] = __float2bfloat16_rn(0.0f);
+}
+
+// The same for tile n, when all partial sums are there; then the cluster may send those of the next.
+template <int kRank>
+__device__ inline void take_partial(Shared<kRank>& s, const Work& w, const Part& part, uint32_t n) {
+    ptx::barrier_wait(&s.partial_full, n & 1);
+    finish_rows(s, w, part, (int64_t{part.tile} + int64_t{n} * part.step) * kRows);
+    sync_math_warps();
+    if (threadIdx.x < w.ctas) arrive_at(address_at(&s.partial_free, threadIdx.x));
 }
 
 // Magnitudes of a thread's parts of a tile's boxes -> amax of its four rows. The boxes are still there.
@@ -302,14 +318,14 @@ __device__ inline void multiply(Shared<kRank>& s, const Work& w, const Part& par
             add_magnitudes(most, s.x[ring.slot]);
             ptx::wgmma_wait<0>();
             if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&s.down_empty[down.slot]);
+            if (n > 0 && b == min(2, part.boxes - 1))
+                take_partial(s, w, part, n - 1);  // they have come by now
         }
         finish_amax(s, part, first_slot, most);
         send_amax(s, w, part, n, most);
-        send_partial(s, w, part, d);
-        ptx::barrier_wait(&s.partial_full, n & 1);
-        finish_rows(s, w, part, int64_t{tile} * kRows);
-        sync_math_warps();  // `partial` has been read before the next amax says so to the cluster
+        send_partial(s, w, part, n, d);
     }
+    if (n > 0) take_partial(s, w, part, n - 1);
 }
 
 }  // namespace fp4bf16::branch
