@@ -1,6 +1,7 @@
 """Matrix products with NumPy's semantics on the FP4, the BF16 and the dual track, and their gradients.
 
-Left operands are blocked along their last axis, right ones along their second last: both along K.
+Left operands are blocked along their last axis, right ones along their second last: both along K. Host arrays
+(NumPy, PyTorch on the CPU) are computed on the CPU, device arrays (PyTorch on CUDA, CuPy) on their GPU.
 """
 
 from __future__ import annotations
@@ -160,8 +161,19 @@ def matmul(
         out: array for the result, sharing no memory with an input. dtype: dtype of the result; default: that
             of the plain operands (float32 if both are quantised, or for a mixture; float64 for a mixture with
             float64).
-        stream: must be None for host arrays. format: FP4 format of operands quantised on the fly; default:
-            that of the prepared operand, else "nvfp4_exact".
+        stream: must be None for host arrays. On the GPU an int handle or any stream object; default: the
+            framework's current stream. format: FP4 format of operands quantised on the fly; default: that of
+            the prepared operand, else "nvfp4_exact".
+        accumulate: how FP8 tensor cores sum: "promoted" to FP32 every 128 elements of K, or "fast", up to a
+            tenth faster and coarser (they keep about 14 bits). Elsewhere sums are FP32 throughout.
+
+    On the GPU nothing synchronises, memory comes from the framework, and the call can be captured in a CUDA
+    graph; only ``certify=`` copies to the host and waits. "nvfp4_exact" and "fp8" multiply as E4M3 numbers
+    (FP4 storage and numerics on FP8 tensor cores), "nvfp4" and "mxfp4" as the BF16 numbers that they decode
+    to, all with FP32 outer scales. BF16 operands and their transposes are read where they lie; others, and
+    those whose address or strides are no multiples of 16 bytes, negative or zero, are copied to BF16 first.
+    float64 goes through float32, NaN and Inf pass through the quantiser, and the "reference" track is the
+    framework's own product in float32 or float64.
 
     Returns:
         Array of the caller's framework, or ``(array, Certificate)`` with ``certify=True``.
@@ -169,8 +181,8 @@ def matmul(
     Raises:
         ShapeError: shapes, or the axis that an operand is blocked along, do not fit. DTypeError: not a float
             dtype.
-        TypeError: mixed frameworks; track "dual" without a DualWeight. NonFiniteError: NaN or Inf in an
-            operand that is quantised.
+        TypeError: mixed frameworks or devices; track "dual" without a DualWeight. NonFiniteError: NaN or Inf
+            in an operand that is quantised on the CPU. CudaError, UnsupportedArchError: the GPU.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> a, b = np.ones((2, 32), np.float32), np.full((32, 3), 0.5, np.float32)
@@ -193,7 +205,7 @@ def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
 
     Args:
         x: (..., K). weight: (N, K) float array or `QuantizedArray` blocked along its last axis, or a
-            `DualWeight` (K, N). bias: (N,). Other arguments as for `matmul`.
+            `DualWeight` (K, N). bias: (N,). Other arguments, errors and devices as for `matmul`.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> fb.linear(np.ones((4, 32), np.float32), np.ones((8, 32), np.float32), np.ones(8, np.float32))[0, 0]

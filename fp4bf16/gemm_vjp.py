@@ -230,7 +230,9 @@ def matmul_vjp(
             input that the forward pass kept (4.5 bits an element is all that db needs).
         save: "fp4": db uses the decoded FP4 input on the FP4 and dual tracks; "bf16": the input itself.
         backward: "track": da uses the decoded FP4 weight (and the branch); "master": the BF16 weight.
-        out: pair of arrays for da and db, either of them None for a new one. stream: None for host arrays.
+        out: pair of arrays for da and db, either of them None for a new one. stream: None for host arrays,
+            else as for `matmul`. On the GPU decoded "fp8", and "nvfp4" with several outer scales, are rounded
+            to BF16 before they are multiplied.
 
     Returns:
         da and db in the shapes of a and b, summed over broadcast axes, in their dtypes (that of g for a

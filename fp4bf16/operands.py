@@ -68,6 +68,7 @@ def transposed(arg: Arg) -> Arg:
         value = array = array.T
     else:
         value = value.T
+        value._expanded = arg.value._expanded  # the same bytes, whichever way they are seen
     return Arg(value, arg.name, arg.shape[::-1], arg.framework, array, arg.dtype, place)
 
 
