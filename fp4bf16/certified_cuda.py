@@ -99,7 +99,7 @@ def _linear(call: Call, weight, track, fmt, y: DeviceArray, stream, accumulate):
     sums, fields, hidden, sixteen = None, {}, None, None
     if a.array is not None:
         rows = math.prod(a.shape[:-1])
-        sums = device.empty((rows, 3), "float64", like=y), device.full((5,), 0, "int32", like=y)
+        sums = device.full((rows, 3), 0, "float64", like=y), device.full((5,), 0, "int32", like=y)
         fields = {"sums": sums[0].address, "counts": sums[1].address}
     if track == "dual":
         four, sixteen, hidden = dual_sides(a, weight, fmt, stream, **fields)

@@ -436,6 +436,8 @@ def planned(op: str, operands: tuple, out: Any, options: tuple, long: Callable[[
                 known, at = signature(x)
                 key.append(known)
                 addresses.append(at)
+        if len({*addresses}) < len(addresses):  # which operands are the same memory
+            key.append(tuple(map(addresses.index, addresses)))
         key.append(None if out is None else signature(out)[0])
         key = tuple(key)
         plan = found.known.get(key)

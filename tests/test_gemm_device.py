@@ -456,3 +456,19 @@ def test_certificates_are_the_cpus(rng, activation):
         assert (cert.estimate or 0) <= 4 * (want.estimate or 0) + 1e-9
         assert fb.matmul(put(x), v, certify="bound", **how)[1].bound == pytest.approx(
             fb.matmul(x, w, certify="bound", **how)[1].bound, rel=1e-3)  # fmt: skip
+
+
+def test_plans_of_operands_that_share_memory(rng, gpu):
+    """An input that is also the residual, two slices of one buffer: the same launch with other contents."""
+    w = put(draw(rng, (64, 64)).astype(BF16))
+    for i in range(4):
+        x, y = (draw(rng, (32, 64)).astype(BF16) for _ in range(2))
+        both = FakeArray(np.hstack([x, y]))
+        one, two = both[:, :64], both[:, 64:]
+        gpu.calls.clear()
+        if i % 2:
+            close(fb.matmul(one, w, residual=one), fb.matmul(x, w.array, residual=x), 1e-1)
+        else:
+            close(fb.matmul(one, w, residual=two), fb.matmul(x, w.array, residual=y), 1e-1)
+        assert gpu.calls == {"gemm": 1}
+    assert len(cuda_tape.plans("fake").known) == 2

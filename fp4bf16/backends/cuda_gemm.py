@@ -151,7 +151,8 @@ def copied(x: Matrices, dtype: str, stream: int) -> Matrices:
     strides = (x.k_stride, x.row_stride) if turned else (x.row_stride, x.k_stride)
     width = round_up(inner, 8)
     new = empty((*x.lead, outer, width), dtype, like=x.array)
-    _convert(x.array, x.array.address, x.lead, x.steps, outer, inner, *strides, new, new.address, stream)
+    if new.size:
+        _convert(x.array, x.array.address, x.lead, x.steps, outer, inner, *strides, new, new.address, stream)
     steps = tuple(math.prod(x.lead[i + 1 :]) * outer * width for i in range(len(x.lead)))
     inner_strides = (1, width) if turned else (width, 1)
     return replace(x, array=new, steps=steps, row_stride=inner_strides[0], k_stride=inner_strides[1])
@@ -355,7 +356,7 @@ def quantize(x: Matrices, fmt: Format, search: str, stream: int, **fields) -> No
     has them by default."""
     x, place = quantizable(x, stream)
     rows = x.count * x.rows
-    if rows == 0:
+    if rows == 0 or x.k == 0:
         return
     mid, inner = (rows, 1) if fmt.default_outer == "tensor" else (1, rows)
     values = {

@@ -154,19 +154,19 @@ class Plan:
         sources = [*inputs, result, *made]
         spans = [x.span() for x in sources]
 
+        bases = [x.address for x in sources]
+
         def find(address: int) -> tuple[int, int] | None:
-            for i, (low, high) in enumerate(spans):
-                if low <= address < high:
-                    return i, address - sources[i].address
-            return None
+            if address in bases:  # equal ones are equal in every call of this plan: the key says which are
+                return bases.index(address), 0
+            within = [i for i, (low, high) in enumerate(spans) if low <= address < high]
+            return (within[0], address - bases[within[0]]) if len(within) == 1 else None
 
         self.launches = [_Launch(name, arguments, find) for name, arguments in tape.launches]
         pairs = zip(sources, spans, strict=True)
         self.spans = [(low - x.address, high - x.address) for x, (low, high) in pairs]
-        aligned = all(x.address % _ALIGNMENT == 0 and x.address for x in sources)
-        order = sorted(spans[: len(inputs) + 1])
-        apart = all(one[1] <= two[0] for one, two in zip(order, order[1:], strict=False))
-        self.usable = tape.whole and aligned and apart and all(x.complete for x in self.launches)
+        aligned = all(x % _ALIGNMENT == 0 and x for x in bases)
+        self.usable = tape.whole and aligned and all(x.complete for x in self.launches)
         self.streams: dict[int, Any] = {}
 
     def run(self, addresses: list[int], out: Any, framework: Any, stream: int) -> Any:
