@@ -140,6 +140,21 @@ def test_refresh_follows_the_master(rng):
         w.refresh(torch.from_numpy(new))
 
 
+def test_refresh_may_keep_the_factors(rng):
+    """The twin is made anew from what the old factors leave; outlier rows follow the master."""
+    dense = weight(rng, 64, 24)
+    w = fb.DualWeight(dense, rank=6, outliers=[5])
+    down, up = np.array(w.down), np.array(w.up)
+    new = dense + 0.1 * rng.standard_normal(dense.shape).astype(np.float32)
+    w.refresh(new, factors=False)
+    assert np.array_equal(w.down, down) and np.array_equal(w.up, up)
+    left = new.astype(BF16).astype(np.float32) - down.astype(np.float32) @ up.astype(np.float32)
+    left[5] = 0
+    assert np.array_equal(w.twin.packed, fb.quantize(left, axis=0).packed)
+    x = rng.standard_normal((8, 64)).astype(np.float32)
+    assert sqnr(fb.matmul(x, w), ref.round_bf16(x).astype(np.float64) @ ref.round_bf16(new)) > 15
+
+
 def test_branch_is_the_best_rank_r_approximation(rng):
     w = weight(rng, 60, 45)
     s = np.linalg.svd(w.astype(np.float64), compute_uv=False)

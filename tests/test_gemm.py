@@ -196,6 +196,15 @@ def test_linear_takes_the_weight_as_pytorch_keeps_it(rng):
     assert fb.linear(x, fb.DualWeight(np.ascontiguousarray(weight.T)), bias).shape == (3, 5, 10)
 
 
+def test_accumulate_is_checked_and_changes_nothing_here(rng):
+    a, b = draw(rng, (4, 32)), draw(rng, (32, 3))
+    want = fb.matmul(a, b, track="fp4")
+    assert np.array_equal(fb.matmul(a, b, track="fp4", accumulate="fast"), want)
+    assert np.array_equal(fb.linear(a, b.T, track="fp4", accumulate="fast"), want)
+    with pytest.raises(ValueError, match="accumulate: 'promote' is not known; did you mean 'promoted'"):
+        fb.matmul(a, b, accumulate="promote")
+
+
 def test_tracks_override_argument(rng, monkeypatch):
     a, b = draw(rng, (4, 32)), draw(rng, (32, 3))
     fp4, bf16 = fb.matmul(a, b, track="fp4"), fb.matmul(a, b)
