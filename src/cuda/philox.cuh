@@ -30,7 +30,7 @@ class Philox {
         words_[0] = c0, words_[1] = c1, words_[2] = c2, words_[3] = c3;
     }
 
-   public:
+  public:
     FP4BF16_HD Philox(uint64_t seed, uint32_t stream, uint32_t call)
         : seed_(seed), stream_(stream), call_(call) {}
 

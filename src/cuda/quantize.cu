@@ -56,8 +56,7 @@ fp4bf16_status check_numbers(fp4bf16_quantize_args* a) {
 }
 
 fp4bf16_status check_hidden(const fp4bf16_quantize_args& a) {
-    if (a.outliers > 0)
-        FP4BF16_TRY(check_pointer(kName, "outlier_index", a.outlier_index, alignof(int32_t)));
+    if (a.outliers > 0) FP4BF16_TRY(check_pointer(kName, "outlier_index", a.outlier_index, alignof(int32_t)));
     if (a.rank > 0 && a.k_size > 0) {
         FP4BF16_TRY(check_pointer(kName, "down_t", a.down_t, 2));
         FP4BF16_TRY(check_matrix(kName, "down_t", a.down_t, a.rank, a.k_size, a.down_stride, 2));

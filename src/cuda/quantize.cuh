@@ -14,14 +14,23 @@ struct QuantizeJob {
     const float* outer_source;  // or amaxes, one a group; NULL: of the row, to be found by the kernel itself
     int64_t outer_step;
 
-    FP4BF16_HD int64_t group(int64_t row) const { return row / (a.mid * a.inner) * a.inner + row % a.inner; }
-    FP4BF16_HD bool first_of_group(int64_t row) const { return row / a.inner % a.mid == 0; }
-    FP4BF16_HD int64_t place(int64_t row) const { return row / a.after * a.x_stride + row % a.after; }
-    FP4BF16_HD bool finds_outer() const { return outer_source == nullptr && rule.format != FP4BF16_MXFP4; }
-    FP4BF16_HD Outer outer(int64_t row) const {
+    // Divisions of 64-bit numbers are long: the common cases do without.
+    FP4BF16_HD int64_t group(int64_t row) const {
+        if (a.mid == 1) return row;
+        if (a.inner == 1 && a.mid >= a.rows) return 0;
+        return row / (a.mid * a.inner) * a.inner + row % a.inner;
+    }
+    FP4BF16_HD bool first_of_group(int64_t row) const {
+        return a.mid == 1 || (a.inner == 1 && a.mid >= a.rows ? row == 0 : row / a.inner % a.mid == 0);
+    }
+    FP4BF16_HD int64_t place(int64_t row) const {
+        return a.after == 1 ? row * a.x_stride : row / a.after * a.x_stride + row % a.after;
+    }
+    FP4BF16_HD bool finds_outer() const { return outer_source == nullptr && a.format != FP4BF16_MXFP4; }
+    FP4BF16_HD Outer outer(const Rule& r, int64_t row) const {
         if (outer_source == nullptr) return {1.0f, 1.0f, 1.0f};
-        const float v = outer_source[group(row) * outer_step];
-        return given ? outer_from_scale(rule, v) : outer_from_amax(rule, v);
+        const float v = outer_source[outer_step == 0 ? 0 : group(row)];
+        return given ? outer_from_scale(r, v) : outer_from_amax(r, v);
     }
 };
 
@@ -54,9 +63,9 @@ FP4BF16_HD uint32_t outlier_mask(const QuantizeJob& job, int64_t first, int coun
 // ---- results of a block
 template <int kB>
 struct Codes {
-    uint32_t byte;      // scale
-    uint8_t code[kB];   // nibbles; fp8: bytes
-    double sums[3];     // of squares: x, decoded, difference
+    uint32_t byte;     // scale
+    uint8_t code[kB];  // nibbles; fp8: bytes
+    double sums[3];    // of squares: x, decoded, difference
 };
 
 template <int kB>
@@ -76,7 +85,7 @@ FP4BF16_HD void quantize_fp8(const float (&x)[kB], int n, const Rule& r, const O
         const bool finite = is_finite(x[j]);
         counts[kClipped] += v > 448.0f * kClip;
         counts[kNonFinite] += !finite;
-        const uint32_t code = !finite       ? kE4M3NaN
+        const uint32_t code = !finite        ? kE4M3NaN
                               : r.stochastic ? e4m3_random(v, random->word(element + j * step))
                                              : e4m3_code(fminf(v, 448.0f));
         out->code[j] = static_cast<uint8_t>(finite ? code | (sign_bit(x[j]) << 4) : code);
@@ -86,8 +95,9 @@ FP4BF16_HD void quantize_fp8(const float (&x)[kB], int n, const Rule& r, const O
 
 // x: the block, zero beyond its n elements; element, step: numbers of their random words.
 template <int kB>
-FP4BF16_HD void quantize_block(const float (&x)[kB], int count, int n, const Rule& r, const Outer& o, Philox* random,
-                               uint64_t element, uint64_t step, bool stats, Codes<kB>* out, int* counts) {
+FP4BF16_HD void quantize_block(const float (&x)[kB], int count, int n, const Rule& r, const Outer& o,
+                               Philox* random, uint64_t element, uint64_t step, bool stats, Codes<kB>* out,
+                               int* counts) {
     out->byte = 0;
     for (int j = 0; j < count; ++j) out->code[j] = 0;
     for (int i = 0; i < 3; ++i) out->sums[i] = 0;
@@ -165,8 +175,8 @@ __device__ inline void store_row(const QuantizeJob& job, const Outer& o, int64_t
     const auto hidden = static_cast<__nv_bfloat16*>(a.hidden) + row * a.hidden_stride;
     const T* x = static_cast<const T*>(a.x) + job.place(row);
     for (int64_t i = lane; i < a.hidden_stride - a.rank; i += lanes)
-        hidden[a.rank + i] = __float2bfloat16_rn(
-            i < a.outliers ? load(x + a.outlier_index[i] * a.k_stride) : 0.0f);
+        hidden[a.rank + i] =
+            __float2bfloat16_rn(i < a.outliers ? load(x + a.outlier_index[i] * a.k_stride) : 0.0f);
 }
 
 }  // namespace fp4bf16

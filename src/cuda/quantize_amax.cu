@@ -59,7 +59,9 @@ struct Vectors<__half> {
         const float2 v = __half22float2(*reinterpret_cast<const __half2*>(&w));
         return max(magnitude(v.x), magnitude(v.y));
     }
-    __device__ static int largest(uint4 w) { return max(max(pair(w.x), pair(w.y)), max(pair(w.z), pair(w.w))); }
+    __device__ static int largest(uint4 w) {
+        return max(max(pair(w.x), pair(w.y)), max(pair(w.z), pair(w.w)));
+    }
 };
 
 // A warp takes kPiece elements of a row; 16-byte loads where the rows allow them.
@@ -109,7 +111,8 @@ void launch(const QuantizeJob& job, int* amax, cudaStream_t stream) {
     const fp4bf16_quantize_args& a = job.a;
     if (a.after > 1) {
         const int64_t y = ceil_div(a.k_size, 256);
-        const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, 32)), static_cast<unsigned>(y < 65535 ? y : 65535));
+        const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, 32)),
+                        static_cast<unsigned>(y < 65535 ? y : 65535));
         amax_across<T><<<grid, kThreads, 0, stream>>>(job, amax);
         return;
     }

@@ -18,7 +18,7 @@ bool multiple(const void* pointer, uintptr_t of) { return reinterpret_cast<uintp
 bool fast_takes(const QuantizeJob& job) {
     const fp4bf16_quantize_args& a = job.a;
     if (a.dtype != FP4BF16_BFLOAT16 || job.rule.stochastic || a.after != 1 || a.k_stride != 1) return false;
-    if (a.outliers > 0 || a.rows > 0x7FFFFFFF) return false;
+    if (a.outliers > 0 || a.rows > 0x7FFFFFFF || a.k_size > 64 * 256 * 16) return false;
     if (a.format == FP4BF16_NVFP4 && a.rule != FP4BF16_RULE_TE) return false;
     const bool in = a.k_size % job.block == 0 && a.x_stride % 8 == 0 && multiple(a.x, 16);
     return in && multiple(a.packed, a.format == FP4BF16_FP8 ? 16 : 8) && multiple(a.expanded, 16) &&

@@ -1,7 +1,7 @@
 // The quantiser of BF16 rows at memory speed: rounding to nearest, nvfp4_exact, nvfp4 by Transformer Engine's
-// rule, mxfp4 and fp8. A thread holds a block of 16 elements in registers (mxfp4: a pair of threads, 32), 32 or
-// 256 threads a row; a row that fits is read once, its amax found on the way, a longer one is read again from
-// the L2 cache. Blocks that are special go the simple way.
+// rule, mxfp4 and fp8. A thread holds blocks of 16 elements in registers (mxfp4: a pair of threads, 32), 32
+// or 256 threads a row; a row that fits is read once, its amax found on the way, a longer one is read again
+// from the L2 cache. Special blocks wait for the end and go the simple way.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -13,6 +13,29 @@ namespace fp4bf16 {
 namespace {  // of each file that includes this: one a format, so that they compile side by side
 
 enum Kind { kExactFull, kExactFast, kTe, kMx, kFp8 };
+
+template <Kind kKind>
+__device__ constexpr Rule rule_of() {
+    return {kKind == kTe    ? FP4BF16_NVFP4
+            : kKind == kMx  ? FP4BF16_MXFP4
+            : kKind == kFp8 ? FP4BF16_FP8
+                            : FP4BF16_NVFP4_EXACT,
+            kKind == kTe ? FP4BF16_RULE_TE : FP4BF16_RULE_DEFAULT, kKind == kExactFull, false};
+}
+
+// Where a row's results go; NULL: nowhere.
+struct Row {
+    int64_t number;
+    uint8_t *packed, *expanded, *block_scale;
+
+    __device__ Row(const QuantizeJob& job, int64_t row) : number(row) {
+        const fp4bf16_quantize_args& a = job.a;
+        const int64_t bytes = a.format == FP4BF16_FP8 ? job.kp : job.kp / 2;
+        packed = a.packed == nullptr ? nullptr : a.packed + row * bytes;
+        expanded = a.expanded == nullptr ? nullptr : a.expanded + row * a.expanded_stride;
+        block_scale = a.block_scale == nullptr ? nullptr : a.block_scale + row * job.blocks;
+    }
+};
 
 struct Totals {
     double sums[3] = {};
@@ -35,8 +58,6 @@ __device__ inline uint32_t largest(const uint32_t (&w)[8]) {
 
 // BF16 bits of the largest finite magnitude.
 __device__ inline uint32_t largest_finite(const uint32_t (&w)[8]) {
-    const uint32_t top = largest(w);
-    if (top < 0x7F80) return top;
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -101,6 +122,8 @@ struct Rounded {
     float value, first, multiplier;  // as in quantize_rules.cuh
 };
 
+__device__ const PairTable kPairs = make_pairs();
+
 template <Kind kKind, bool kStats>
 __device__ inline Rounded round_block(const uint32_t (&w)[8], uint32_t top, const QuantizeJob& job,
                                       const Outer& o, uint32_t (&q)[8], Totals* totals) {
@@ -125,66 +148,61 @@ __device__ inline Rounded round_block(const uint32_t (&w)[8], uint32_t top, cons
         const uint32_t shift = shift_of(17, exponent);  // the largest of y is in [4, 8)
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = to_half(w[i] & kMagnitudes, shift);
-        const float t = largest * o.encode;
-        const int i = search_half<kKind == kExactFull>(y, t, power_of_two(exponent - 129) * o.encode, q);
+        const float t = largest * o.encode, unit = power_of_two(exponent - 129) * o.encode;
+        uint32_t byte;
+        if constexpr (kKind == kExactFull)
+            byte = search_full_half(y, t, unit, q);
+        else
+            byte = search_fast_half(y, t, unit, kPairs.entry[top & 0x7F], q);
         if (kStats) totals->counts[kOverflowed] += t > 288.0f;
         if (kStats) totals->counts[kUnderflowed] += t < 6.0f * 0x1p-6f;
-        const float s = scale_value(i);
-        return {scale_byte(i), s, o.encode, reciprocal(s)};
+        const float s = bits_float((byte << 20) + (120u << 23));
+        return {byte, s, o.encode, reciprocal(s)};
     }
 }
 
 // ---- stores
 template <Kind kKind>
-__device__ inline void store_codes(const QuantizeJob& job, int64_t row, int64_t b, const uint32_t (&w)[8],
-                                   uint32_t (&q)[8], uint32_t byte, float value) {
-    if (kKind != kMx && job.a.expanded != nullptr) {
-        const uint32_t scale = both(value * 0x1p-8f);
-        *reinterpret_cast<uint4*>(job.a.expanded + row * job.a.expanded_stride + 16 * b) =
+__device__ inline void store_codes(const Row& row, int b, const uint32_t (&w)[8], uint32_t (&q)[8],
+                                   uint32_t byte) {
+    if ((kKind == kExactFull || kKind == kExactFast) && row.expanded != nullptr) {
+        const uint32_t scale = byte * 0x800080u;  // E4M3's bits in FP16's fields: the scale times 2^-8
+        reinterpret_cast<uint4*>(row.expanded)[b] =
             make_uint4(expand_codes(q, w, scale), expand_codes(q + 2, w + 2, scale),
                        expand_codes(q + 4, w + 4, scale), expand_codes(q + 6, w + 6, scale));
     }
-    if (job.a.packed != nullptr) {
+    if (row.packed != nullptr) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) q[i] |= w[i] & kSigns;
-        *reinterpret_cast<uint2*>(job.a.packed + row * (job.kp / 2) + 8 * b) =
-            make_uint2(pack_codes(q), pack_codes(q + 4));
+        reinterpret_cast<uint2*>(row.packed)[b] = make_uint2(pack_codes(q), pack_codes(q + 4));
     }
-    if (job.a.block_scale == nullptr) return;
+    if (row.block_scale == nullptr) return;
     if (kKind != kMx)
-        job.a.block_scale[row * job.blocks + b] = static_cast<uint8_t>(byte);
+        row.block_scale[b] = static_cast<uint8_t>(byte);
     else if (b % 2 == 0)
-        job.a.block_scale[row * job.blocks + b / 2] = static_cast<uint8_t>(byte);
+        row.block_scale[b / 2] = static_cast<uint8_t>(byte);
 }
 
-// Block b of 16 elements, `inside` its row; mxfp4: threads of blocks 2 i and 2 i + 1 are neighbours.
+// Block b of 16 elements, `inside` its row; mxfp4: threads of blocks 2 i and 2 i + 1 are neighbours. False:
+// it is special and left to special_block.
 template <Kind kKind, bool kStats>
-__device__ inline void do_block(const QuantizeJob& job, const Outer& o, uint32_t (&w)[8], int64_t row,
-                                int64_t b, bool inside, Totals* totals) {
-    uint32_t top = largest(w);
+__device__ inline bool do_block(const QuantizeJob& job, const Outer& o, uint32_t (&w)[8], uint32_t top,
+                                const Row& row, int b, bool inside, Totals* totals) {
     if (kKind == kMx) top = max(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-    if (!inside) return;
+    if (!inside) return true;
     uint32_t q[8] = {};
     if (top == 0) {
         if (kStats) totals->counts[kZero] += kKind != kMx || b % 2 == 0;
 #pragma unroll
         for (int i = 0; i < 8; ++i) w[i] = 0;
-        store_codes<kKind>(job, row, b, w, q, 0, 0.0f);
-        return;
+        store_codes<kKind>(row, b, w, q, 0);
+        return true;
     }
     const uint32_t least = kStats ? (127 - 60) << 7 : 32 << 7, most = kStats ? (127 + 60) << 7 : 0x7F80;
     bool special = top < least || top >= most;
     if (kKind == kExactFull || kKind == kExactFast)
         special = special || bits_float(top << 16) * o.encode > 6.0f * 64.0f;
-    if (special) {
-        Totals extra;
-        if (kKind != kMx)
-            special_block<16>(job, o, row, b, &extra);
-        else if (b % 2 == 0)
-            special_block<32>(job, o, row, b / 2, &extra);
-        if (kStats) totals->add(extra);
-        return;
-    }
+    if (special) return false;
     const Rounded r = round_block<kKind, kStats>(w, top, job, o, q, totals);
     if (kStats) {
         float code[16];
@@ -192,22 +210,17 @@ __device__ inline void do_block(const QuantizeJob& job, const Outer& o, uint32_t
         const float limit = kKind == kTe && r.byte == 0 ? kFloatMax : 6.0f * kClip;
         add_stats(w, code, r.value, r.first, r.multiplier, limit, o, totals);
     }
-    store_codes<kKind>(job, row, b, w, q, r.byte, r.value);
+    store_codes<kKind>(row, b, w, q, r.byte);
+    return true;
 }
 
 // fp8: sixteen elements.
 template <bool kStats>
-__device__ inline void do_fp8(const QuantizeJob& job, const Outer& o, const uint32_t (&w)[8], int64_t row,
-                              int64_t b, bool inside, Totals* totals) {
-    const uint32_t top = largest(w);
-    if (!inside) return;
+__device__ inline bool do_fp8(const QuantizeJob& job, const Outer& o, const uint32_t (&w)[8], uint32_t top,
+                              const Row& row, int b, bool inside, Totals* totals) {
+    if (!inside) return true;
     const uint32_t least = (127 - 60) << 7, most = kStats ? (127 + 60) << 7 : 0x7F80;
-    if (top >= most || (kStats && top != 0 && top < least)) {
-        Totals extra;
-        special_block<16>(job, o, row, b, &extra);
-        if (kStats) totals->add(extra);
-        return;
-    }
+    if (top >= most || (kStats && top != 0 && top < least)) return false;
     uint32_t out[4];
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
@@ -227,9 +240,22 @@ __device__ inline void do_fp8(const QuantizeJob& job, const Outer& o, const uint
         add_stats(w, code, 1.0f, 1.0f, o.encode, 448.0f * kClip, o, totals);
     }
     const uint4 all = make_uint4(out[0], out[1], out[2], out[3]);
-    if (job.a.packed != nullptr) *reinterpret_cast<uint4*>(job.a.packed + row * job.kp + 16 * b) = all;
-    if (job.a.expanded != nullptr)
-        *reinterpret_cast<uint4*>(job.a.expanded + row * job.a.expanded_stride + 16 * b) = all;
+    if (row.packed != nullptr) reinterpret_cast<uint4*>(row.packed)[b] = all;
+    if (row.expanded != nullptr) reinterpret_cast<uint4*>(row.expanded)[b] = all;
+    return true;
+}
+
+// The blocks of a thread that bits of `special` name.
+template <Kind kKind, int kLanes, bool kStats>
+__device__ inline void do_special(const QuantizeJob& job, const Outer& o, int64_t row, int lane,
+                                  uint64_t special, Totals* totals) {
+    constexpr int kHalves = kKind == kMx ? 2 : 1;
+    Totals extra;
+    for (; special != 0; special &= special - 1) {
+        const int b = (__ffsll(static_cast<long long>(special)) - 1) * kLanes + lane;
+        if (b % kHalves == 0) special_block<16 * kHalves>(job, o, row, b / kHalves, &extra);
+    }
+    if (kStats) totals->add(extra);
 }
 
 // ---- a row
@@ -273,49 +299,58 @@ __device__ inline void store_totals(const QuantizeJob& job, const Totals& totals
 }
 
 template <Kind kKind, int kLanes, int kHeld, bool kStats>
-__global__ void __launch_bounds__(kThreads, kStats ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, kStats                ? 2
+                                            : kKind <= kExactFast ? 3
+                                                                  : 4)
     fast_kernel(const __grid_constant__ QuantizeJob job) {
     constexpr int kSpan = kLanes * kHeld;  // blocks of a row that its threads hold
     const int lane = threadIdx.x % kLanes;
     const int64_t row = int64_t{blockIdx.x} * (kThreads / kLanes) + threadIdx.x / kLanes;
     if (row >= job.a.rows) return;
-    const int64_t blocks = job.a.k_size / 16;
-    const auto source = reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) +
-                                                       row * job.a.x_stride);
-    uint32_t w[kHeld][8];
-    const auto fetch = [&](int64_t base) {
+    const int blocks = static_cast<int>(job.a.k_size / 16);
+    const auto source =
+        reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) + row * job.a.x_stride);
+    uint32_t w[kHeld][8], top[kHeld];
+    const auto fetch = [&](int base) {
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
-            const int64_t b = base + h * kLanes + lane;
+            const int b = base + h * kLanes + lane;
             uint4 low{}, high{};
             if (b < blocks) low = source[2 * b], high = source[2 * b + 1];
             w[h][0] = low.x, w[h][1] = low.y, w[h][2] = low.z, w[h][3] = low.w;
             w[h][4] = high.x, w[h][5] = high.y, w[h][6] = high.z, w[h][7] = high.w;
         }
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h) top[h] = largest(w[h]);
     };
-    Outer o = job.outer(row);
+    Outer o = job.outer(rule_of<kKind>(), row);
     const bool finds = job.finds_outer();
     if (finds) {
         uint32_t most = 0;
-        for (int64_t base = 0; base < blocks; base += kSpan) {
+        for (int base = 0; base < blocks; base += kSpan) {
             fetch(base);
 #pragma unroll
-            for (int h = 0; h < kHeld; ++h) most = max(most, largest_finite(w[h]));
+            for (int h = 0; h < kHeld; ++h) most = max(most, top[h] < 0x7F80 ? top[h] : largest_finite(w[h]));
         }
-        o = outer_from_amax(job.rule, bits_float(row_max<kLanes>(most) << 16));
+        o = outer_from_amax(rule_of<kKind>(), bits_float(row_max<kLanes>(most) << 16));
     }
     Totals totals;
-    for (int64_t base = 0; base < blocks; base += kSpan) {
+    uint64_t special = 0;  // bit i: block i * kLanes + lane
+    const Row results(job, row);
+    for (int base = 0; base < blocks; base += kSpan) {
         if (!finds || blocks > kSpan) fetch(base);
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
-            const int64_t b = base + h * kLanes + lane;
+            const int b = base + h * kLanes + lane;
+            bool done;
             if constexpr (kKind == kFp8)
-                do_fp8<kStats>(job, o, w[h], row, b, b < blocks, &totals);
+                done = do_fp8<kStats>(job, o, w[h], top[h], results, b, b < blocks, &totals);
             else
-                do_block<kKind, kStats>(job, o, w[h], row, b, b < blocks, &totals);
+                done = do_block<kKind, kStats>(job, o, w[h], top[h], results, b, b < blocks, &totals);
+            if (!done) special |= uint64_t{1} << (base / kLanes + h);
         }
     }
+    if (special != 0) do_special<kKind, kLanes, kStats>(job, o, row, lane, special, &totals);
     if (kStats) store_totals<kLanes>(job, totals, row);
     store_row<__nv_bfloat16>(job, o, row, lane, kLanes);
 }

@@ -3,8 +3,6 @@
 
 namespace fp4bf16 {
 
-void fast_fp8(const QuantizeJob& job, cudaStream_t stream) {
-    launch<kFp8>(job, stream);
-}
+void fast_fp8(const QuantizeJob& job, cudaStream_t stream) { launch<kFp8>(job, stream); }
 
 }  // namespace fp4bf16

@@ -3,8 +3,6 @@
 
 namespace fp4bf16 {
 
-void fast_mxfp4(const QuantizeJob& job, cudaStream_t stream) {
-    launch<kMx>(job, stream);
-}
+void fast_mxfp4(const QuantizeJob& job, cudaStream_t stream) { launch<kMx>(job, stream); }
 
 }  // namespace fp4bf16

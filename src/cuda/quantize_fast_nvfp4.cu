@@ -3,8 +3,6 @@
 
 namespace fp4bf16 {
 
-void fast_nvfp4(const QuantizeJob& job, cudaStream_t stream) {
-    launch<kTe>(job, stream);
-}
+void fast_nvfp4(const QuantizeJob& job, cudaStream_t stream) { launch<kTe>(job, stream); }
 
 }  // namespace fp4bf16

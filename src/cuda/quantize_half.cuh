@@ -1,7 +1,7 @@
 // Blocks of 16 BF16 numbers two at a time, in packed FP16. Where the outer scale is a power of two this gives
 // the codes and errors of quantize_rules.cuh exactly: with y = |x| * 2^i, m in {1, 1.25, 1.5} and h any
-// midpoint of E2M1 or of sixteenths, y has 8 significant bits and m h at most 10, so y / m either is h, and then
-// FP16's y * (1 / m) is h as well, or lies further from it than FP16 rounds.
+// midpoint of E2M1 or of sixteenths, y has 8 significant bits and m h at most 10, so y / m either is h, and
+// then FP16's y * (1 / m) is h as well, or lies further from it than FP16 rounds.
 //
 // A word holds elements 2 i (low half) and 2 i + 1 of its block.
 #pragma once
@@ -51,6 +51,8 @@ FP4BF16_HD uint32_t min2(uint32_t a, uint32_t b) {
     return (a >> 16 < b >> 16 ? a >> 16 : b >> 16) << 16 | low;
 #endif
 }
+FP4BF16_HD uint32_t low_twice(uint32_t v) { return bits_of(__low2half2(pair(v))); }
+FP4BF16_HD uint32_t high_twice(uint32_t v) { return bits_of(__high2half2(pair(v))); }
 FP4BF16_HD uint32_t both(float v) { return bits_of(__float2half2_rn(v)); }
 FP4BF16_HD uint32_t bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #ifdef __CUDA_ARCH__
@@ -142,48 +144,89 @@ FP4BF16_HD float reciprocal(float v) {
 #endif
 }
 
-// Scale number of a block y = |x| 2^n, its largest in [4, 8), and its codes' values. `unit` is 1 in y's
-// units: t = y * unit; t_top the largest t, at most 6 * 64.
-template <bool kFull>
-FP4BF16_HD int search_half(const uint32_t (&y)[8], float t_top, float unit, uint32_t (&q)[8]) {
-    const uint32_t bits = float_bits(t_top), f = bits & 0x7FFFFF;
-    const int base = 3 * (static_cast<int>(bits >> 23) - 127) + 11;
-    // As least_scale and fast_pair: where in its octave t_top lies, in steps of 2^-20.
-    const int above_1125 = f > 0x100000, above_1500 = f > 0x400000, above_1875 = f > 0x700000;
-    int first, second;
-    if (kFull) {
-        const int g = base + above_1125 + above_1500 + above_1875;
-        first = g - 1;
-        second = g > 0 ? g : 0;
-    } else {
-        const int above_edge15 = f > 0x070000, above_edge1 = f > 0x280000, above_edge125 = f > 0x580000;
-        first = base - 1 + above_edge15 + above_edge1 + above_1875;
-        second = base + 1 + above_1125 + above_1500 - above_edge125 + 2 * above_1875;
-        second = second > 1 ? second : 1;  // under the window's edge the pair is 0, 1
+// The two candidates of the fast search for a block whose largest t is f 2^n: their scales are those of n = 0
+// times 2^n, and they depend on f's seven bits alone.
+struct Pair {
+    uint32_t inverse;  // FP16, 1 / s of the first (low half) and the second, in units of a largest in [4, 8)
+    uint32_t bytes;    // s at n = 0; an octave is 8
+    float weight[2];   // (8 s)^2 in the units of `inverse`
+};
+
+struct PairTable {
+    Pair entry[128];
+};
+
+constexpr PairTable make_pairs() {
+    PairTable table{};
+    for (int i = 0; i < 128; ++i) {
+        const int f = i;  // in 128ths over one; thresholds as in least_scale and fast_pair
+        const int first = -1 + (f > 7) + (f > 40) + (f > 112);
+        const int second = 1 + (f > 16) + (f > 64) - (f > 88) + 2 * (f > 112);
+        // Of s = .625, .75, 1, 1.25, 1.5, 2 times 1 / 4: E4M3, FP16 of 1 / (4 s), (8 * 4 s)^2.
+        constexpr uint32_t kBytes[6] = {0x22, 0x24, 0x28, 0x2A, 0x2C, 0x30};
+        constexpr uint32_t kInverse[6] = {0x3E66, 0x3D55, 0x3C00, 0x3A66, 0x3955, 0x3800};
+        constexpr float kWeight[6] = {25, 36, 64, 100, 144, 256};
+        table.entry[i] = {kInverse[first + 1] | kInverse[second + 1] << 16,
+                          kBytes[first + 1] | kBytes[second + 1] << 16,
+                          {kWeight[first + 1], kWeight[second + 1]}};
     }
-    first = clip_scale(first);
-    float s = scale_value(first);
-    int chosen = first;
+    return table;
+}
+
+// Byte of the scale of a block y = |x| 2^n, its largest in [4, 8), and its codes' values. t_top: its largest
+// t, at most 6 * 64; unit: 1 in y's units, t = y * unit.
+FP4BF16_HD uint32_t search_fast_half(const uint32_t (&y)[8], float t_top, float unit, Pair p,
+                                     uint32_t (&q)[8]) {
+    const uint32_t octaves = (float_bits(t_top) >> 23) - 127;
+    uint32_t both_bytes = p.bytes + octaves * 0x80008u;
+    if (t_top < 0.125f || t_top > 288.0f) {  // a candidate may lie outside the window
+        const int g = clip_scale(least_scale(t_top));
+        int first, second;
+        fast_pair(t_top, g, &first, &second);
+        const float s = scale_value(first), r = scale_value(second);
+        p.inverse = bits_of(__floats2half2_rn(unit * reciprocal(s), unit * reciprocal(r)));
+        both_bytes = scale_byte(first) | scale_byte(second) << 16;
+        p.weight[0] = s * s;
+        p.weight[1] = r * r;
+    }
+    const float error = static_cast<float>(try_scale<true>(y, low_twice(p.inverse), q)) * p.weight[0];
+    uint32_t other[8];
+    // Strict: a tie keeps the smaller scale. Integers under 2^24, as floats.
+    const bool better =
+        static_cast<float>(try_scale<false>(y, high_twice(p.inverse), other)) * p.weight[1] < error;
+    for (int j = 0; j < 8; ++j) q[j] = better ? other[j] : q[j];
+    return better ? both_bytes >> 16 : both_bytes & 0xFF;
+}
+
+FP4BF16_HD uint32_t search_full_half(const uint32_t (&y)[8], float t_top, float unit, uint32_t (&q)[8]) {
+    const int base = least_scale(t_top), g = base > 0 ? base : 0;
+    int chosen = clip_scale(g - 1);
+    float s = scale_value(chosen);
     float least = static_cast<float>(try_scale<true>(y, both(unit * reciprocal(s)), q)) * (s * s);
-    for (int c = 0; c < (kFull ? 3 : 1); ++c) {
-        const int i = clip_scale(second + c);
+    for (int c = 0; c < 3; ++c) {
+        const int i = clip_scale(g + c);
         uint32_t other[8];
         s = scale_value(i);
         const float error =
             static_cast<float>(try_scale<false>(y, both(unit * reciprocal(s)), other)) * (s * s);
-        const bool better = error < least;  // strict: a tie keeps the smaller scale
+        const bool better = error < least;
         least = better ? error : least;
         chosen = better ? i : chosen;
         for (int j = 0; j < 8; ++j) q[j] = better ? other[j] : q[j];
     }
-    return chosen;
+    return scale_byte(chosen);
 }
 
 // ---- any multiplier: v = RN32(|x| * multiplier) in FP32
 FP4BF16_HD float e2m1_round(float v) {
     v = fminf(v, 6.0f);
-    const uint32_t bits = float_bits(v) & 0x7F800000u;
-    const float p = bits_float(bits > 0x3F800000u ? bits : 0x3F800000u) * 0x1.8p22f;
+    // 1.5 * 2^22 times the power of two under v, or one; by the exponent field.
+    const int bits = static_cast<int>(float_bits(v) & 0x7F800000u);
+#ifdef __CUDA_ARCH__
+    const float p = __int_as_float(__viaddmax_s32(bits, 0x0B400000, 0x4AC00000));
+#else
+    const float p = bits_float(bits > 0x3F800000 ? bits + 0x0B400000 : 0x4AC00000);
+#endif
     return (v + p) - p;
 }
 

@@ -11,7 +11,8 @@ __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant_
     const auto down = static_cast<const __nv_bfloat16*>(a.down_t);
     const int lane = threadIdx.x % 32;
     const int64_t step = int64_t{gridDim.x} * (kThreads / 32);
-    for (int64_t i = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; i < a.rows * a.rank; i += step) {
+    for (int64_t i = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; i < a.rows * a.rank;
+         i += step) {
         const int64_t row = i / a.rank, column = i % a.rank;
         const T* x = static_cast<const T*>(a.x) + job.place(row);
         float sum = 0.0f;

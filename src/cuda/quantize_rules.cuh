@@ -92,8 +92,8 @@ FP4BF16_HD int64_t block_error(const float (&t)[kB], int count, int i) {
     int sum = 0;
     for (int j = 0; j < count; ++j) {
         const float fine = fminf(t[j] * (16.0f * inverse), 255.0f) + 0x1.8p23f;  // T in the low bits
-        const int d = static_cast<int>(float_bits(fine) - 0x4B400000u) -
-                      8 * e2m1_doubled(e2m1_code(t[j] * inverse));
+        const int d =
+            static_cast<int>(float_bits(fine) - 0x4B400000u) - 8 * e2m1_doubled(e2m1_code(t[j] * inverse));
         sum += d * d;
     }
     const int quarters = 4 + i % 3;
@@ -128,8 +128,8 @@ FP4BF16_HD int search_scale(const float (&t)[kB], int count, float a, const Rule
 // ---- codes of magnitudes, by chance: up iff the upper 24 bits of the word are under f * 2^24
 FP4BF16_HD uint32_t e2m1_random(float v, uint32_t word) {
     v = fminf(v, 6.0f);
-    const uint32_t low = (v >= 0.5f) + (v >= 1.0f) + (v >= 1.5f) + (v >= 2.0f) + (v >= 3.0f) + (v >= 4.0f) +
-                         (v >= 6.0f);
+    const uint32_t low =
+        (v >= 0.5f) + (v >= 1.0f) + (v >= 1.5f) + (v >= 2.0f) + (v >= 3.0f) + (v >= 4.0f) + (v >= 6.0f);
     const float steps = low < 4 ? 2.0f : low < 6 ? 1.0f : 0.5f;
     const float f = (v - 0.5f * static_cast<float>(e2m1_doubled(low))) * steps;
     return low + (static_cast<float>(word >> 8) < f * 0x1p24f);

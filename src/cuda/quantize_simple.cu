@@ -5,7 +5,7 @@
 namespace fp4bf16 {
 namespace {
 
-constexpr int kRows = 32, kLanes = 8;  // of a thread block that reads across rows: tiles of 32 rows by 8 blocks
+constexpr int kRows = 32, kLanes = 8;  // tiles of 32 rows by 8 blocks, for reading across rows
 static_assert(kRows * kLanes == kThreads, "a thread takes one block of the tile");
 
 // The elements of a block, outliers zeroed; zero beyond the row's end. `at(k)` is the element k of the row.
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
         const T* source = static_cast<const T*>(job.a.x) + job.place(row);
         const auto at = [&](int64_t k, int) { return load(source + k * job.a.k_stride); };
         float x[kB];
-        Outer o = job.outer(row);
+        Outer o = job.outer(job.rule, row);
         if (job.finds_outer()) {
             uint32_t most = 0;
             for (int64_t b = lane; b < job.blocks; b += 32) {
@@ -117,16 +117,16 @@ struct Tile {
 };
 
 template <typename T, int kB>
-__global__ void __launch_bounds__(kThreads, 2)
-    across_kernel(const __grid_constant__ QuantizeJob job) {
+__global__ void __launch_bounds__(kThreads, 2) across_kernel(const __grid_constant__ QuantizeJob job) {
     __shared__ Tile<T, kB> tile;
     const int lane = threadIdx.x % kLanes, line = threadIdx.x / kLanes;
     const auto at = [&](int64_t, int j) { return tile.v[line][lane * (kB + 1) + j]; };
-    for (int64_t first = int64_t{blockIdx.x} * kRows; first < job.a.rows; first += int64_t{gridDim.x} * kRows) {
+    const int64_t step = int64_t{gridDim.x} * kRows;
+    for (int64_t first = int64_t{blockIdx.x} * kRows; first < job.a.rows; first += step) {
         const int64_t row = first + line;
         const bool inside = row < job.a.rows;
         float x[kB];
-        Outer o = job.outer(inside ? row : 0);
+        Outer o = job.outer(job.rule, inside ? row : 0);
         if (job.finds_outer()) {
             uint32_t most = 0;
             for (int64_t b = 0; b < job.blocks; b += kLanes) {
