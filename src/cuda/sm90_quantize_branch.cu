@@ -23,6 +23,8 @@ struct Block {
 
 enum Kind { kExactFull, kExactFast, kTe, kFp8 };
 
+__device__ const PairTable kPairs = make_pairs();
+
 // Rules of one row; fp8 has its elements in `expanded`.
 template <Kind kKind>
 struct RowRules {
@@ -111,9 +113,12 @@ struct RowRules {
             uint32_t y[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) y[i] = to_half(w[i] & 0x7FFF7FFFu, shift);
-            const int i = search_half<kKind == kExactFull>(y, largest * outer.encode,
-                                                           power_of_two(exponent - 129) * outer.encode, q);
-            byte = scale_byte(i), unit = both(scale_value(i) * 0x1p-8f);
+            const float t_top = largest * outer.encode, one = power_of_two(exponent - 129) * outer.encode;
+            if constexpr (kKind == kExactFull)
+                byte = search_full_half(y, t_top, one, q);
+            else
+                byte = search_fast_half(y, t_top, one, kPairs.entry[top & 0x7F], q);
+            unit = byte * 0x00800080u;  // E4M3's bits in FP16's fields
         }
         Block out{{}, {}, byte};
         if (kKind != kTe && work.expanded_end > 0)

@@ -123,10 +123,12 @@ __device__ inline uint4 row_part(const uint8_t* box, uint32_t j) {
     return *reinterpret_cast<const uint4*>(box + threadIdx.x * 16 + j * 16 * 128);
 }
 
+// After the products are issued, and not, as the compiler likes it, between them: so the empty statement.
 __device__ inline void add_magnitudes(uint32_t (&most)[4], const uint8_t* box) {
 #pragma unroll
     for (uint32_t j = 0; j < 4; ++j) {
         const uint4 v = row_part(box, j);
+        asm volatile("" : "+r"(most[j]));
         most[j] = max_magnitudes(max_magnitudes(max_magnitudes(max_magnitudes(most[j], v.x), v.y), v.z), v.w);
     }
 }
