@@ -217,7 +217,7 @@ def multiply(d: Matrices, stream: int, four=None, sixteen=None, finish: Finish |
 
 def dual_sides(a: Arg, w: Any, fmt: Format, stream: int, **fields):
     """(FP4 operands, BF16 operands of the branch or None, T = bf16(a @ down) with the outlier columns or
-    None); one kernel makes all that depends on a plain `a`. `fields`: more results of that quantiser."""
+    None); one kernel makes all that depends on a BF16 `a`. `fields`: more results of that quantiser."""
     twin, branch = as_arg(w.twin, "b"), w.branch
     if branch.rank + branch.outliers == 0:
         return fp4_sides(a, twin, fmt, stream, **fields), None, None
@@ -228,16 +228,25 @@ def dual_sides(a: Arg, w: Any, fmt: Format, stream: int, **fields):
         )
     rows, width = math.prod(a.shape[:-1]), branch.up_t.shape[1]
     hidden = kernels.empty((rows, width), "bfloat16", like=branch.up_t)
-    if a.array is not None:
+    inside = branch.outliers > 0 or quantiser_multiplies(a, branch.rank)
+    if inside:
         fields |= branch.fields() | {"hidden": hidden.address, "hidden_stride": width}
     four = fp4_sides(a, twin, fmt, stream, **fields)
-    if a.array is None:
+    if not inside:
         hidden_product(a, branch, hidden, stream)
     left = four[0]
     each = tuple(math.prod(left.lead[i + 1 :]) * left.rows for i in range(len(left.lead)))
     x = replace(left, array=hidden, steps=tuple(n * width for n in each), row_stride=width,
                 k=branch.rank + branch.outliers, k_stride=1, scale=None)  # fmt: skip
     return four, (x, branch.up), hidden
+
+
+def quantiser_multiplies(a: Arg, rank: int) -> bool:
+    """Whether the quantiser of `a` makes T on the tensor cores; else a product of its own is faster."""
+    if a.array is None or a.array.dtype != "bfloat16" or rank > 128:
+        return False
+    x = kernels.left(a.array)
+    return x.k_stride == 1 and kernels.readable(x)
 
 
 def hidden_product(a: Arg, branch: Any, hidden: DeviceArray, stream: int) -> None:

@@ -23,6 +23,7 @@ from .gemm_cuda import (
     float32,
     hidden_product,
     multiply,
+    quantiser_multiplies,
     result_matrices,
     writable,
 )
@@ -268,7 +269,7 @@ class DeviceBackward(Backward):
         """(bf16(a down), a as the products saw it)."""
         rows, width = math.prod(self.a.shape[:-1]), branch.up_t.shape[1]
         hidden = device.empty((rows, width), "bfloat16", like=branch.up_t)
-        if self.a.array is None or self.track_a == "bf16":
+        if self.track_a == "bf16" or not (branch.outliers or quantiser_multiplies(self.a, branch.rank)):
             hidden_product(self.a, branch, hidden, stream)
             return hidden, used(self.a, False, self.track_a, self.fmt, stream)
         fields = branch.fields() | {"hidden": hidden.address, "hidden_stride": width}
