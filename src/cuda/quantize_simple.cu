@@ -72,7 +72,7 @@ __device__ void store_totals(const QuantizeJob& job, const Totals& totals, bool 
 
 // ---- rows of their own: a warp a row
 template <typename T, int kB>
-__global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ QuantizeJob job) {
+__global__ void __launch_bounds__(kThreads, 2) rows_kernel(const __grid_constant__ QuantizeJob job) {
     const int lane = threadIdx.x % 32;
     const int64_t step = int64_t{gridDim.x} * (kThreads / 32);
     for (int64_t row = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; row < job.a.rows;
