@@ -1,7 +1,8 @@
-"""The machine code of the built library, read without a GPU: tensor cores used, nothing spilled, nothing
-serialised.
+"""The machine code of the built library, read without a GPU: tensor cores used, no local memory beside them,
+nothing serialised.
 
-That ptxas serialised wgmma shows in an "info" line, which cmake/strict_ptxas.sh makes an error in CI's build.
+What ptxas says of spills is an error in CI's build (FP4BF16_WERROR); that it serialised wgmma shows in an
+"info" line alone, which cmake/strict_ptxas.sh makes an error there.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ def resources() -> dict[str, dict[str, dict[str, int]]]:
 
 @pytest.fixture(scope="module")
 def code(resources) -> dict[str, list[str]]:
-    """Kernel of sm_90a -> its instructions, with modifiers and without operands."""
+    """Kernel that Hopper alone has -> its instructions, with modifiers and without operands."""
     table: dict[str, list[str]] = {}
     opcodes: list[str] = []
-    for line in _run("-sass", "-arch", "sm_90a").splitlines():
+    hopper = sorted(resources["sm_90a"].keys() - resources["sm_80"].keys())
+    for line in _run("-sass", "-arch", "sm_90a", "-fun", ",".join(hopper)).splitlines():
         if match := re.match(r"\s*Function : (\S+)", line):
             opcodes = table.setdefault(match[1], [])
         elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z][\w.]*)(.*?);", line):
@@ -87,17 +89,9 @@ def test_the_gemm_uses_both_kinds_of_tensor_core(code):
     assert all(".E4M3" in op for op in shapes), shapes
 
 
-def test_nothing_is_spilled_anywhere(resources):
-    assert {"sm_80", "sm_90a"} <= resources.keys()
-    for arch, kernels in resources.items():
-        for name, used in kernels.items():
-            assert used["LOCAL"] == 0, f"{arch} {name}: {used}"
-
-
-def test_kernels_of_tensor_cores_have_no_local_memory(code, resources):
+def test_hopper_kernels_have_no_local_memory(code, resources):
     for name, opcodes in code.items():
-        if not _matrix(opcodes):
-            continue
+        assert _matrix(opcodes), f"{name} is for Hopper alone and uses no tensor core"
         local = [op for op in opcodes if op.startswith(("LDL", "STL"))]
         assert not local and resources["sm_90a"][name]["STACK"] == 0, f"{name}: {len(local)} {local[:2]}"
         assert resources["sm_90a"][name]["REG"] <= LAUNCHED, name
