@@ -123,12 +123,10 @@ __device__ inline uint4 row_part(const uint8_t* box, uint32_t j) {
     return *reinterpret_cast<const uint4*>(box + threadIdx.x * 16 + j * 16 * 128);
 }
 
-// After the products are issued, and not, as the compiler likes it, between them: so the empty statement.
 __device__ inline void add_magnitudes(uint32_t (&most)[4], const uint8_t* box) {
 #pragma unroll
     for (uint32_t j = 0; j < 4; ++j) {
         const uint4 v = row_part(box, j);
-        asm volatile("" : "+r"(most[j]));
         most[j] = max_magnitudes(max_magnitudes(max_magnitudes(max_magnitudes(most[j], v.x), v.y), v.z), v.w);
     }
 }
@@ -317,6 +315,7 @@ __device__ inline void multiply(Shared<kRank>& s, const Work& w, const Part& par
                 for (uint32_t j = 0; j < kRank / 64; ++j)
                     ptx::Bf16Mma<64, false, false>::mma(d[j], x + 2 * k, y + 512 * j + 2 * k, b > 0 || k > 0);
             ptx::wgmma_commit();
+            __syncwarp();  // or the compiler puts between the products what shall run beside them
             add_magnitudes(most, s.x[ring.slot]);
             ptx::wgmma_wait<0>();
             if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&s.down_empty[down.slot]);
