@@ -111,7 +111,8 @@ QuantizeJob make_job(const fp4bf16_quantize_args& a) {
 }
 
 int64_t amax_bytes(const QuantizeJob& job) {
-    if (job.given || job.rule.format == FP4BF16_MXFP4 || job.a.mid == 1 || job.a.rows == 0) return 0;
+    if (job.given || job.rule.format == FP4BF16_MXFP4 || job.a.rows == 0) return 0;
+    if (job.a.mid == 1 && !(job.a.after > 1 && fast_takes(job))) return 0;  // the kernel finds it
     return ceil_div(ceil_div(job.a.rows, job.a.mid * job.a.inner) * job.a.inner * 4, 16) * 16;
 }
 
@@ -127,15 +128,17 @@ fp4bf16_status branch_runs(const fp4bf16_quantize_args& a, bool* runs) {
 
 fp4bf16_status run(const fp4bf16_quantize_args& a, cudaStream_t stream) {
     QuantizeJob job = make_job(a);
-    const int64_t bytes = amax_bytes(job);
+    const bool fast = fast_takes(job);
+    const int64_t bytes = amax_bytes(job), parts = fast ? parts_bytes(job) : 0;
+    if (bytes + parts > 0) FP4BF16_TRY(check_pointer(kName, "workspace", a.workspace, 16));
+    if (parts > 0) job.parts = reinterpret_cast<double*>(static_cast<char*>(a.workspace) + bytes);
     if (bytes > 0) {
-        FP4BF16_TRY(check_pointer(kName, "workspace", a.workspace, 16));
         const auto amax = static_cast<float*>(a.workspace);
         FP4BF16_TRY(quantize_amax(job, amax, stream));
         job.outer_source = amax;
     }
     if (a.rank > 0) FP4BF16_TRY(quantize_hidden(job, stream));
-    return fast_takes(job) ? quantize_fast(job, stream) : quantize_simple(job, stream);
+    return fast ? quantize_fast(job, stream) : quantize_simple(job, stream);
 }
 
 }  // namespace
@@ -148,7 +151,9 @@ extern "C" int64_t fp4bf16_quantize_workspace_size(const fp4bf16_quantize_args* 
     fp4bf16_quantize_args a = *args;
     bool branch = false;
     if (check_numbers(&a) != FP4BF16_OK || branch_runs(a, &branch) != FP4BF16_OK) return -1;
-    return branch ? branch_workspace(a) : amax_bytes(make_job(a));
+    if (branch) return branch_workspace(a);
+    const QuantizeJob job = make_job(a);
+    return amax_bytes(job) + (fast_takes(job) ? parts_bytes(job) : 0);
 }
 
 extern "C" fp4bf16_status fp4bf16_quantize(const fp4bf16_quantize_args* args, void* stream) {

@@ -13,6 +13,7 @@ struct QuantizeJob {
     bool given;                 // outer_source holds decode scales
     const float* outer_source;  // or amaxes, one a group; NULL: of the row, to be found by the kernel itself
     int64_t outer_step;
+    double* parts;  // (pieces, rows, 3) sums of pieces of rows, where blocks lie across rows
 
     // Divisions of 64-bit numbers are long: the common cases do without.
     FP4BF16_HD int64_t group(int64_t row) const {
@@ -34,10 +35,14 @@ struct QuantizeJob {
     }
 };
 
+// What a thread block of the fast quantiser takes of a row across rows of memory.
+constexpr int kAcrossPiece = 512;
+
 // quantize_simple.cu: any arguments. quantize_fast.cu: false where it does not take them.
 fp4bf16_status quantize_simple(const QuantizeJob& job, cudaStream_t stream);
 bool fast_takes(const QuantizeJob& job);
 fp4bf16_status quantize_fast(const QuantizeJob& job, cudaStream_t stream);
+int64_t parts_bytes(const QuantizeJob& job);  // of QuantizeJob::parts
 // quantize_amax.cu: amax (groups,) of a job's groups, outliers left out; memory is set to zero first.
 fp4bf16_status quantize_amax(const QuantizeJob& job, float* amax, cudaStream_t stream);
 // quantize_hidden.cu: hidden but for its outlier columns and the zeros behind them.

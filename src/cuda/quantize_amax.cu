@@ -1,5 +1,7 @@
 // amax of groups of rows. The bits of non-negative floats sort as integers, so the maximum is one of integers
 // and depends on no order. NaN and Inf are left out: they spoil their own block, not the scale of the others.
+#include <type_traits>
+
 #include "quantize.cuh"
 
 namespace fp4bf16 {
@@ -106,6 +108,55 @@ __global__ void __launch_bounds__(kThreads) amax_across(const __grid_constant__ 
     store_max(amax, job.group(inside), most);
 }
 
+// The same for BF16 in 16-byte vectors of 8 rows: a thread block takes 64 rows by kLines lines of k.
+constexpr int kLines = 512;
+
+__device__ inline uint32_t finite_pair(uint32_t w) {
+    const uint32_t low = w & 0x7FFF, high = w & 0x7FFF0000;
+    return (low < 0x7F80 ? low : 0) | (high < 0x7F800000 ? high : 0);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    amax_across_vectors(const __grid_constant__ QuantizeJob job, int* amax) {
+    __shared__ int found[64];
+    if (threadIdx.x < 64) found[threadIdx.x] = 0;
+    const int64_t row = int64_t{blockIdx.x} * 64 + threadIdx.x % 8 * 8;
+    const auto x = static_cast<const __nv_bfloat16*>(job.a.x) + job.place(row);
+    const int64_t first = int64_t{blockIdx.y} * kLines, last = min(first + kLines, job.a.k_size);
+    uint32_t most[4] = {};
+    if (row < job.a.rows)
+#pragma unroll 4
+        for (int64_t k = first + threadIdx.x / 8; k < last; k += kThreads / 8) {
+            if (is_outlier(job, k)) continue;
+            const uint4 w = *reinterpret_cast<const uint4*>(x + k * job.a.k_stride);
+            most[0] = __vmaxu2(most[0], finite_pair(w.x));
+            most[1] = __vmaxu2(most[1], finite_pair(w.y));
+            most[2] = __vmaxu2(most[2], finite_pair(w.z));
+            most[3] = __vmaxu2(most[3], finite_pair(w.w));
+        }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // over the four lines of a warp
+        most[i] = __vmaxu2(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], 8));
+        most[i] = __vmaxu2(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], 16));
+        if (threadIdx.x % 32 >= 8) continue;
+        atomicMax(found + threadIdx.x % 8 * 8 + 2 * i, static_cast<int>(most[i] << 16));
+        atomicMax(found + threadIdx.x % 8 * 8 + 2 * i + 1, static_cast<int>(most[i] & 0xFFFF0000u));
+    }
+    __syncthreads();
+    const int64_t mine = int64_t{blockIdx.x} * 64 + threadIdx.x;
+    if (threadIdx.x < 64) store_max(amax, job.group(min(mine, job.a.rows - 1)), found[threadIdx.x]);
+}
+
+// Whether vectors of 16 bytes lie whole in the rows (after = 1) or across them.
+template <typename T>
+bool takes_vectors(const fp4bf16_quantize_args& a) {
+    constexpr int kSize = Vectors<T>::kSize;
+    if (reinterpret_cast<uintptr_t>(a.x) % 16 != 0 || a.x_stride % kSize != 0) return false;
+    return a.after == 1 ? a.k_stride == 1 && a.outliers == 0
+                        : a.after % kSize == 0 && a.k_stride % kSize == 0;
+}
+
 template <typename T>
 void launch(const QuantizeJob& job, int* amax, cudaStream_t stream) {
     const fp4bf16_quantize_args& a = job.a;
@@ -113,14 +164,18 @@ void launch(const QuantizeJob& job, int* amax, cudaStream_t stream) {
         const int64_t y = ceil_div(a.k_size, 256);
         const dim3 grid(static_cast<unsigned>(ceil_div(a.rows, 32)),
                         static_cast<unsigned>(y < 65535 ? y : 65535));
-        amax_across<T><<<grid, kThreads, 0, stream>>>(job, amax);
+        const int64_t lines = ceil_div(a.k_size, kLines);
+        if (std::is_same<T, __nv_bfloat16>::value && takes_vectors<T>(a) && lines <= 65535)
+            amax_across_vectors<<<dim3(static_cast<unsigned>(ceil_div(a.rows, 64)),
+                                       static_cast<unsigned>(lines)),
+                                  kThreads, 0, stream>>>(job, amax);
+        else
+            amax_across<T><<<grid, kThreads, 0, stream>>>(job, amax);
         return;
     }
-    const bool vectors = a.k_stride == 1 && a.outliers == 0 && a.x_stride % Vectors<T>::kSize == 0 &&
-                         reinterpret_cast<uintptr_t>(a.x) % 16 == 0;
     const int64_t warps = a.rows * ceil_div(a.k_size, kPiece), blocks = ceil_div(warps, kThreads / 32);
     amax_rows<T><<<static_cast<unsigned>(blocks < 0x7FFFFFFF ? blocks : 0x7FFFFFFF), kThreads, 0, stream>>>(
-        job, vectors, amax);
+        job, takes_vectors<T>(a), amax);
 }
 
 }  // namespace

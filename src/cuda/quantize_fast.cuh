@@ -2,6 +2,8 @@
 // rule, mxfp4 and fp8. A thread holds blocks of 16 elements in registers (mxfp4: a pair of threads, 32), 32
 // or 256 threads a row; a row that fits is read once, its amax found on the way, a longer one is read again
 // from the L2 cache. Special blocks wait for the end and go the simple way.
+//
+// Blocks across rows of memory (after > 1) are gathered through shared memory by across_kernel.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -67,14 +69,26 @@ __device__ inline uint32_t largest_finite(const uint32_t (&w)[8]) {
     return most;
 }
 
+// Outliers among the elements of block b become zero.
+__device__ inline void drop_outliers(const QuantizeJob& job, int b, uint32_t (&w)[8]) {
+    const uint32_t mask = outlier_mask(job, 16 * int64_t{b}, 16);
+    if (mask == 0) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (mask >> (2 * i) & 1) w[i] &= 0xFFFF0000u;
+        if (mask >> (2 * i) & 2) w[i] &= 0x0000FFFFu;
+    }
+}
+
 // A block the simple way: NaN and Inf, subnormal numbers, blocks beyond a given outer scale.
 template <int kB>
 __device__ __noinline__ void special_block(const QuantizeJob& job, const Outer& o, int64_t row, int64_t b,
                                            Totals* totals) {
-    const auto source = static_cast<const __nv_bfloat16*>(job.a.x) + row * job.a.x_stride + b * kB;
+    const auto source = static_cast<const __nv_bfloat16*>(job.a.x) + job.place(row) + b * kB * job.a.k_stride;
     float x[kB];
     const int count = static_cast<int>(job.block);  // kB, but the compiler shall not unroll the loops
-    for (int j = 0; j < count; ++j) x[j] = load(source + j);
+    const uint32_t outliers = job.a.outliers > 0 ? outlier_mask(job, b * kB, kB) : 0;
+    for (int j = 0; j < count; ++j) x[j] = outliers >> j & 1 ? 0.0f : load(source + j * job.a.k_stride);
     Rule rule = job.rule;
     rule.stochastic = false;
     Philox unused(0, 0, 0);
@@ -98,7 +112,7 @@ __device__ inline void add_stats(const uint32_t (&w)[8], const float (&code)[16]
         square = __fmaf_rn(a, a, square);
         decoded = __fmaf_rn(q, q, decoded);
         error = __fmaf_rn(d, d, error);
-        any |= float_bits(d) << 1;
+        any |= float_bits(d);  // a difference of zero is +0
         clipped += a * first * multiplier > limit;
     }
     totals->sums[0] += square;
@@ -133,7 +147,7 @@ __device__ inline Rounded round_block(const uint32_t (&w)[8], uint32_t top, cons
         const float exact = largest * (o.encode * (1.0f / 6.0f));
         const Scale s = nvfp4_scale(e4m3_code(fminf(exact, 448.0f)), o);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) q[i] = round_pair(w[i] & kMagnitudes, s.multiplier);
+        for (int i = 0; i < 8; ++i) q[i] = round_pair(w[i], s.multiplier);
         if (kStats) totals->counts[kOverflowed] += exact > 464.0f;
         if (kStats) totals->counts[kUnderflowed] += s.byte == 0;
         return {s.byte, s.value, 1.0f, s.multiplier};
@@ -320,6 +334,9 @@ __global__ void __launch_bounds__(kThreads, kStats                ? 2
             w[h][0] = low.x, w[h][1] = low.y, w[h][2] = low.z, w[h][3] = low.w;
             w[h][4] = high.x, w[h][5] = high.y, w[h][6] = high.z, w[h][7] = high.w;
         }
+        if (job.a.outliers > 0)
+#pragma unroll
+            for (int h = 0; h < kHeld; ++h) drop_outliers(job, base + h * kLanes + lane, w[h]);
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) top[h] = largest(w[h]);
     };
@@ -353,27 +370,6 @@ __global__ void __launch_bounds__(kThreads, kStats                ? 2
     if (special != 0) do_special<kKind, kLanes, kStats>(job, o, row, lane, special, &totals);
     if (kStats) store_totals<kLanes>(job, totals, row);
     store_row<__nv_bfloat16>(job, o, row, lane, kLanes);
-}
-
-// ---- launch
-template <Kind kKind, int kLanes, int kHeld>
-void launch(const QuantizeJob& job, cudaStream_t stream) {
-    const auto grid = static_cast<unsigned>(ceil_div(job.a.rows, kThreads / kLanes));
-    if (job.a.sums != nullptr || job.a.counts != nullptr)
-        fast_kernel<kKind, kLanes, kHeld, true><<<grid, kThreads, 0, stream>>>(job);
-    else
-        fast_kernel<kKind, kLanes, kHeld, false><<<grid, kThreads, 0, stream>>>(job);
-}
-
-template <Kind kKind>
-void launch(const QuantizeJob& job, cudaStream_t stream) {
-    const int64_t blocks = job.a.k_size / 16;
-    if (blocks <= 64)
-        launch<kKind, 32, 2>(job, stream);
-    else if (blocks <= 256)
-        launch<kKind, 256, 1>(job, stream);
-    else
-        launch<kKind, 256, 2>(job, stream);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // nvfp4_exact of quantize_fast.cuh.
-#include "quantize_fast.cuh"
+#include "quantize_across.cuh"
 
 namespace fp4bf16 {
 

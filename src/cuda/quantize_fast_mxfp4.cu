@@ -1,5 +1,5 @@
 // mxfp4 of quantize_fast.cuh.
-#include "quantize_fast.cuh"
+#include "quantize_across.cuh"
 
 namespace fp4bf16 {
 

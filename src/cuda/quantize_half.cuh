@@ -230,8 +230,9 @@ FP4BF16_HD float e2m1_round(float v) {
     return (v + p) - p;
 }
 
-FP4BF16_HD uint32_t round_pair(uint32_t magnitudes, float multiplier) {
-    const float low = bits_float(magnitudes << 16), high = bits_float(magnitudes & 0xFFFF0000u);
+// Of two BF16 numbers' magnitudes.
+FP4BF16_HD uint32_t round_pair(uint32_t w, float multiplier) {
+    const float low = fabsf(bits_float(w << 16)), high = fabsf(bits_float(w & 0xFFFF0000u));
     return bits_of(__floats2half2_rn(e2m1_round(low * multiplier), e2m1_round(high * multiplier)));
 }
 
