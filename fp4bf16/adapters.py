@@ -6,6 +6,7 @@ Nothing is imported here: the frameworks' modules are the caller's own.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -298,9 +299,12 @@ class Cupy:
         return self.cupy.cuda.Device(device)
 
     def stream_context(self, stream: Any, handle: int, device: int) -> Any:
-        if not isinstance(stream, self.cupy.cuda.Stream | self.cupy.cuda.ExternalStream):
-            stream = self.cupy.cuda.ExternalStream(handle, device)
-        return stream
+        if isinstance(stream, self.cupy.cuda.Stream | self.cupy.cuda.ExternalStream):
+            return stream
+        # CuPy 14 deprecates this for Stream.from_external, which would destroy the caller's stream in the end
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return self.cupy.cuda.ExternalStream(handle, device)
 
 
 @cache

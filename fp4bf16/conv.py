@@ -27,6 +27,7 @@ from .operands import (
     check_frameworks,
     choose_format,
     choose_track,
+    host_arg,
     memory_of,
     part_of_dual,
     result_dtype_of,
@@ -183,7 +184,7 @@ def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=No
     [[64, 96], [96, 144]]
     """
     check_stream("conv2d", stream)
-    x, w = as_arg(x, "x"), as_arg(w, "w")
+    x, w = host_arg(x, "x"), host_arg(w, "w")
     track, fmt = choose_track("conv2d", track, x, w), choose_format(format, x, w)
     geo = _geometry(x.shape, w.shape, stride, padding)
     for arg in (x, w):
@@ -308,7 +309,7 @@ def conv2d_dgrad(g, w, input_shape, *, stride=1, padding=0, track=None, format=N
            [1., 2., 1.]], dtype=float32)
     """
     check_stream("conv2d_dgrad", stream)
-    g, w = as_arg(g, "g"), as_arg(w, "w")
+    g, w = host_arg(g, "g"), host_arg(w, "w")
     track, fmt = choose_track("conv2d_dgrad", track, g, w), choose_format(format, g, w)
     geo = _geometry(input_shape, w.shape, stride, padding)
     dtype = result_dtype_of("conv2d_dgrad", dtype, g, w)
@@ -363,7 +364,7 @@ def conv2d_wgrad(g, x, kernel_size, *, stride=1, padding=0, track=None, format=N
            [4., 4.]], dtype=float32)
     """
     check_stream("conv2d_wgrad", stream)
-    g, x = as_arg(g, "g"), as_arg(x, "x")
+    g, x = host_arg(g, "g"), host_arg(x, "x")
     track = resolve_track(track, "bf16" if x.array is not None else "fp4")
     kh, kw = (int(n) for n in kernel_size)
     geo = _geometry(x.shape, (*g.shape[3:], kh, kw, *x.shape[3:]), stride, padding)
@@ -406,7 +407,7 @@ def conv2d_vjp(g, x, w, *, stride=1, padding=0, track=None, format=None, needs=(
     ((1, 3, 3, 1), (1, 2, 2, 1), 4.0)
     """
     check_stream("conv2d_vjp", stream)
-    g, x, w = as_arg(g, "g"), as_arg(x, "x"), as_arg(w, "w")
+    g, x, w = host_arg(g, "g"), host_arg(x, "x"), host_arg(w, "w")
     track, fmt = choose_track("conv2d_vjp", track, x, w), choose_format(format, x, w)
     check_frameworks("conv2d_vjp", [x, w, g])
     track_x, track_w = _kept(x, track, "save", save), _kept(w, track, "backward", backward)

@@ -205,6 +205,10 @@ def output(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, framework
         return array, unwrap(array, framework)
     if isinstance(out, np.generic | int | float | list | tuple):
         raise TypeError(f"{op}: out is a {type(out).__name__}, which cannot be written to; pass an array")
+    place = str(getattr(out, "device", "cpu"))
+    if place not in ("cpu", "meta"):
+        raise TypeError(f"{op}: out is on {place} but the operands are on the host; move one of them so that "
+                        f"all are in one place")  # fmt: skip
     target = wrap(out, "out")
     if target.framework != framework:
         raise TypeError(f"{op}: out is a {target.framework} array but the operands are {framework} arrays; "

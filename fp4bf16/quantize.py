@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from . import dispatch
-from .device import is_device, to_host
+from .device import check_together, is_device, to_host
 from .errors import DTypeError, ShapeError
 from .formats import Format, QuantizedArray, QuantStats, get_format
 from .interop import (
@@ -189,6 +189,7 @@ def _targets(out, fmt: Format, operand, order, outer_shape):
     """`out`'s bytes as rows to write to, after checking that they are what the result needs."""
     check_out(out, fmt, operand.shape, order)
     names = ("packed", "block_scale", "outer_scale")
+    check_together("quantize", [("x", operand)] + [(f"out.{n}", getattr(out, n)) for n in names])
     parts = [wrap(p, f"out.{n}") for n in names if (p := getattr(out, n)) is not None]
     common_framework("quantize", operand, *parts)
     found = None if out.outer_scale is None else parts[-1].shape

@@ -331,6 +331,21 @@ def test_mixed_operands_are_refused():
         fb.dequantize(mixed)
 
 
+def test_host_operations_refuse_device_arrays():
+    x, w = np.ones((1, 4, 4, 16), np.float32), np.ones((16, 3, 3, 16), np.float32)
+    for call, sentence in (
+        (lambda: fb.conv2d(put(x), w), "x: is a fake array on cuda:0, but this operation does not"),
+        (lambda: fb.conv2d(x, put(w)), "w: is a fake array on cuda:0"),
+        (lambda: fb.conv2d(x, fb.quantize(put(w))), "w: is a fake array on cuda:0"),
+        (lambda: fb.conv2d_vjp(put(x), x, w), "g: is a fake array on cuda:0"),
+        (lambda: fb.dequantize(fb.quantize(x), out=put(x)), "out is on 0 but the operands are on the host"),
+        (lambda: fb.quantize(x, out=fb.quantize(put(x))),
+         "x is a numpy array on the host but out.packed is a fake array on cuda:0"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=sentence):
+            call()
+
+
 def test_exponents_on_the_device(rng):
     x, e = data(rng, (6, 40)), rng.integers(-3, 3, (6, 1)).astype(np.int32)
     check(fb.quantize(put(x), outer=put(e)), reference.quantize(x, outer=e))
