@@ -185,10 +185,12 @@ __device__ inline void take_outliers(uint8_t* box, const Work& w, int64_t row0, 
 #pragma unroll 1
     for (int i = begin + static_cast<int>(threadIdx.x) / kRows; i < end; i += 32 * kMathWarps / kRows) {
         const uint32_t column = static_cast<uint32_t>(w.args.outlier_index[i] - column0);
-        auto* const v = reinterpret_cast<uint16_t*>(box + chunk(row, column / 8) + column % 8 * 2);
-        if (row0 + row < w.args.rows)
-            static_cast<uint16_t*>(w.args.hidden)[(row0 + row) * w.args.hidden_stride + w.args.rank + i] = *v;
-        *v = 0;
+        auto* const v = reinterpret_cast<__nv_bfloat16*>(box + chunk(row, column / 8) + column % 8 * 2);
+        if (row0 + row < w.args.rows)  // through FP32, which gives every NaN the same bits
+            static_cast<__nv_bfloat16*>(
+                w.args.hidden)[(row0 + row) * w.args.hidden_stride + w.args.rank + i] =
+                __float2bfloat16_rn(__bfloat162float(*v));
+        *v = __float2bfloat16_rn(0.0f);
     }
     ptx::fence_async_shared();
     sync_math_warps();
