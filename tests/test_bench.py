@@ -95,6 +95,20 @@ def test_goals_are_held_or_missed_as_the_rows_say():
     json.dumps(held, allow_nan=False)
 
 
+@pytest.mark.parametrize("factor, status", [(1.01, 0), (0.8, 1)])
+def test_the_status_of_a_gpu_run_is_that_of_its_goals(factor, status, monkeypatch, tmp_path, capsys):
+    rows = _rows(factor)
+    report = {"machine": {"gpu": "NVIDIA H200", "driver": "1.2", "commit": None}}
+    monkeypatch.setattr("fp4bf16.cli.bench.cuda.problem", lambda: None)
+    monkeypatch.setattr("fp4bf16.cli.bench.cuda.run", lambda options: (report, rows, goals.results(rows)))
+    command = ["bench", "gemm", "--commit", "0123abc", "--json", str(tmp_path / "g.json")]
+    assert main([*command, "--goals"]) == status
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["machine"] == {"gpu": "NVIDIA H200", "driver": "1.2", "commit": "0123abc"}
+    assert main(command) == 0
+    assert ("MISSED" in capsys.readouterr().out) == bool(status)
+
+
 def test_the_fastest_peer_counts():
     rows = [{"op": "matmul", "shape": [1, 1, 1], "track": t, "us": us} for t, us in
             (("x", 10.0), ("slow", 40.0), ("quick", 20.0))]  # fmt: skip
