@@ -65,7 +65,7 @@ def on_device(*args: Arg) -> bool:
 
 def places(*args: Arg) -> list[tuple[str, Any]]:
     """Names and places, for `device.check_together`."""
-    return [(arg.name, arg.array if arg.place is None else arg.place) for arg in args]
+    return [(arg.name, arg if arg.place is None else arg.place) for arg in args]
 
 
 def transposed(arg: Arg) -> Arg:
