@@ -146,7 +146,7 @@ FP4BF16_HD float reciprocal(float v) {
 
 // The two candidates of the fast search for a block whose largest t is f 2^n: their scales are those of n = 0
 // times 2^n, and they depend on f's seven bits alone.
-struct Pair {
+struct alignas(16) Pair {
     uint32_t inverse;  // FP16, 1 / s of the first (low half) and the second, in units of a largest in [4, 8)
     uint32_t bytes;    // s at n = 0; an octave is 8
     float weight[2];   // (8 s)^2 in the units of `inverse`
