@@ -256,6 +256,7 @@ def certificate(
     estimate: float | None = None,
     confidence: float | None = None,
     accumulate: str = "fp32",
+    outer: tuple[np.ndarray | float, np.ndarray | float] | None = None,
 ) -> Certificate:
     """The certificate of a product of rows with norms `x` and a weight with norms `w`.
 
@@ -267,6 +268,9 @@ def certificate(
         product_norm: |x @ w|_F as computed.
         estimate: `sketch` of the products, confidence: its own.
         accumulate: how the FP4 product was summed: "fp32", or "promoted" or "fast" on FP8 tensor cores.
+        outer: outer (decode) scales of x, one a row, and of w, one a column; a number stands for all of them.
+            Needed on FP8 tensor cores alone, and there only where an operand's scales were not found from
+            the largest element of each of its rows of K (a tensor's, an image's, a static one).
     """
     size, used, error = (factor * v for v in (x.rows, x.rows_used, x.rows_error))
     hidden = np.zeros_like(size) if hidden is None else hidden
@@ -277,7 +281,7 @@ def certificate(
     pairs = [(norm(size), w.norm), (norm(used), w.used)]
     pairs += [(norm(hidden), w.up), (norm(size) * w.sigma_up, w.down)]
     accumulation = formulas.accumulation_bound(k, size.size * columns, *pairs)
-    accumulation += _tensor_cores(accumulate, k) * norm(used) * w.used
+    accumulation += _tensor_cores(accumulate, k, (used, columns), (norm(used), w.used), outer)
     if epilogue or activation is not None:
         accumulation += _EPILOGUE * norm(bf16_rows + fp4_rows + 2 * added)
     slope, exact = LIPSCHITZ[activation], norm(rows)
@@ -303,13 +307,18 @@ def certificate(
     )  # fmt: skip
 
 
-def _tensor_cores(accumulate: str, k: int) -> float:
-    """What the sums of the FP4 product lose beside FP32's rounding, over the norms of its factors."""
+def _tensor_cores(accumulate: str, k: int, shape, norms, outer) -> float:
+    """What the sums of the FP4 product lose beside FP32's rounding."""
     if accumulate not in formulas.ACCUMULATE:
         raise ValueError(
             f"certificate: accumulate is {accumulate!r}, but 'fp32', 'promoted' or 'fast' is needed"
         )
-    return formulas.ACCUMULATE[accumulate](k)
+    if outer is None:
+        return formulas.ACCUMULATE[accumulate](k) * norms[0] * norms[1]
+    rows, columns = shape
+    scales = np.broadcast_to(outer[0], rows.shape), np.broadcast_to(outer[1], (columns,))
+    x, w = (formulas.subnormal_norm(n, o, k) for n, o in zip(norms, scales, strict=True))
+    return formulas.ACCUMULATE[accumulate](k, subnormal=0) * x * w
 
 
 def _in_range(dtype, size, rows, bf16_rows, added, w_norm) -> bool:
@@ -348,7 +357,7 @@ def device_certificate(
         w: `quantized_weight_norms` or `dual_norms` of the weight, once a weight.
         accumulate: that of the call. An FP4 product in formats that E4M3 does not hold (`nvfp4`, `mxfp4`)
             runs on the BF16 tensor cores: "fp32".
-        more: as in `certificate`: dtype, activation, added, epilogue, hidden, product_norm, ...
+        more: as in `certificate`: outer, dtype, activation, added, epilogue, hidden, product_norm, ...
 
     >>> stats = quant_stats(np.float64([[4.0, 3.9, 0.1]]), source_dtype="bfloat16")
     >>> w = WeightNorms(norm=2.0, used=2.0, sigma=1.0, sigma_used=1.0, sigma_error=0.1)

@@ -10,9 +10,10 @@ The rules below were measured on an H200 by bench/probe_accumulator.py: they giv
 bit for bit, single instructions with chosen operands, products of E2M1 operands up to K = 16384 (E4M3 and
 E5M2), products of BF16 numbers, and cuBLAS's FP8 product with and without its fast accumulation. "13 fraction
 bits, cut toward zero" is often all that is said of the FP8 sums. Two things go beyond it: the exponent of a
-product is the sum of its factors' exponents, so that 1.5 * 1.5 = 2.25 counts with 2^0 and not with 2^1, and
-the accumulator between two steps has 13 fraction bits of its own. Without them 78 % of the probe's results
-agree, though the errors of long products are nearly the same.
+product is the sum of its factors' exponents, so that 1.5 * 1.5 = 2.25 counts with 2^0 and not with 2^1 (a
+subnormal factor has the smallest normal exponent), and the accumulator between two steps has 13 fraction bits
+of its own. Without them 78 % of the probe's results agree, though the errors of long products are nearly the
+same.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Rule:
     fraction: int = 13
     depth: int = 32
     rounding: str = "zero"
-    exponent: str = "sum"
+    exponent: str = "sum_subnormal"
     output: int = 13
 
 

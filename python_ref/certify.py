@@ -11,6 +11,7 @@ iteration would give a lower one and prove nothing.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -94,34 +95,49 @@ def accumulation_bound(k, outputs, *factor_norms, per_k=FP32_ACCUMULATION):
     return k * (per_k * sum(a * b for a, b in factor_norms) + 2.0**-147 * math.sqrt(outputs))
 
 
-def fp8_accumulation(k, interval=PROMOTION):
+def fp8_accumulation(k, interval=PROMOTION, subnormal=2.0**-17):
     """g with |Y_device - A B|_F <= (g + K 2^-22) |A|_F |B|_F for FP8 products on Hopper's tensor cores.
 
     `interval`: products between two promotions, None for one chain (``accumulate="fast"``).
 
-    A step (accumulator.FP8, confirmed on an H200) adds 32 products and the sum so far, 33 terms, each cut
+    A step (accumulator.FP8, measured on an H200) adds 32 products and the sum so far, 33 terms, each cut
     toward zero by less than q = 2^(e - 13), 2^e being at most the largest of them; then it cuts their sum,
     whose exponent is E, to 13 fraction bits, which loses nothing where E <= e and less than 2^(E - 13) else.
     Let S = sum |a| |b| over an interval. A product is at most S, and so is every sum so far: cutting toward
     zero makes nothing larger. With E <= e a step loses less than 33 q <= 33 * 2^-13 S; with E > e, less than
     (33 / 2 + 1) 2^(E - 13) <= 17.5 * 2^-13 S. An interval of I products loses less than 33 (I / 32) 2^-13 S.
     The intervals' losses add up to that many times the sum over all of K, an element of |A| |B|, whose
-    Frobenius norm is at most |A|_F |B|_F. Neither result can exceed S, so that g needs to be no more than 2.
-    K counts in whole tiles of 128 elements, since the zeros behind it are multiplied too. The additions of
-    promotion (K / 128, each 2^-24), up to four scalings in the epilogue and BF16 steps that follow on the FP8
-    sum are within K 2^-22, FP32's own.
+    Frobenius norm is at most |A|_F |B|_F. K counts in whole tiles of 128 elements, since the zeros behind it
+    are multiplied too. The additions of promotion (K / 128, each 2^-24), up to four scalings in the epilogue
+    and BF16 steps that follow on the FP8 sum are within K 2^-22, FP32's own.
 
-    >>> fp8_accumulation(4096), fp8_accumulation(256, None)
-    (0.01611328125, 0.0322265625)
+    A subnormal E4M3 factor, under 2^-6, counts with the exponent -6. So |a| stands for max(|a|, 2^-6) of the
+    bytes, times the row's outer scale o, and |A|_F^2 grows by K (2^-6 o)^2 a row at most. Where o was found
+    from the row's own largest element, up to 4 octaves of slack included, that element is over 6 o after
+    quantisation, hence |A|_F^2 grows by less than K 2^-17 of itself, and |A|_F |B|_F too. `subnormal` says
+    otherwise (`subnormal_norm`): 0 where the norms hold it already. Neither result can exceed S, so that g
+    needs to be no more than 2.
+
+    >>> round(fp8_accumulation(4096), 6), fp8_accumulation(256, None, subnormal=0)
+    (0.016617, 0.0322265625)
     """
     length = 128 * math.ceil(k / 128)
     steps = (length if interval is None else min(interval, length)) / FP8.depth
-    return min(2.0, steps * (FP8.depth + 1) * 2.0**-FP8.fraction)
+    return min(2.0, steps * (FP8.depth + 1) * 2.0**-FP8.fraction * (1 + k * subnormal))
+
+
+def subnormal_norm(norm, outer, elements):
+    """Root of |A|_F^2 and what subnormal bytes can add to it: (2^-6 o)^2 an element.
+
+    `outer`: decode scales, each of `elements` elements.
+    """
+    return math.hypot(norm, 2.0**-6 * math.sqrt(elements) * float(np.linalg.norm(np.ravel(outer))))
 
 
 #: What `accumulate` adds to the bound of FP32 sums, for the product of the FP4 operands.
 ACCUMULATE = {
-    "fp32": lambda k: 0.0, "promoted": fp8_accumulation, "fast": lambda k: fp8_accumulation(k, None),
+    "fp32": lambda k, **_: 0.0, "promoted": fp8_accumulation,
+    "fast": partial(fp8_accumulation, interval=None),
 }  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def test_device_equals_the_model(probe, device, rng, dtype):
 @pytest.mark.parametrize("accumulate", ["promoted", "fast"])
 @pytest.mark.parametrize("shape", [(64, 512, 64), (200, 1040, 136), (256, 4096, 384)])
 def test_library_equals_the_model(rng, accumulate, shape):
-    """The FP4 track's products, bit for bit: powers of two in the outer scales change no significand."""
+    """The FP4 track's products, bit for bit: the model of the bytes, times powers of two."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
@@ -199,11 +199,14 @@ def test_library_equals_the_model(rng, accumulate, shape):
 
     m, k, n = shape
     x, w = (torch.from_numpy(rng.standard_normal(s, np.float32)).cuda() for s in ((m, k), (k, n)))
+    x[:, ::3] *= 2.0**-9  # blocks of the least scale, whose bytes are subnormal
     x, w = fb.quantize(x, search="fast"), fb.quantize(w, axis=-2)
-    a, b = (fb.dequantize(q).cpu().numpy().astype(np.float64) for q in (x, w))
+    a, b = (fb.dequantize(q).cpu().numpy().astype(np.float64) for q in (x, w.mT))
+    units = [np.broadcast_to(q.outer_scale.cpu().numpy().reshape(-1, 1), (len(q_), 1))
+             for q, q_ in ((x, a), (w, b))]  # fmt: skip
     y = fb.matmul(x, w, accumulate=accumulate).cpu().numpy()
-    expected = acc.fp8_matmul(a, b.T, 128 if accumulate == "promoted" else None)
-    np.testing.assert_array_equal(y, expected)
+    expected = acc.fp8_matmul(a / units[0], b / units[1], 128 if accumulate == "promoted" else None)
+    np.testing.assert_array_equal(y, expected * units[0].astype(np.float32) * units[1].T.astype(np.float32))
 
 
 def test_probe_finds_the_rule_of_a_device(probe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import ml_dtypes
@@ -380,12 +381,27 @@ def test_tensor_core_sums_keep_to_their_bound(rng, make, interval):
     for k in (32, 128, 160, 1024, 4096):
         a, b = make(rng, 12, k, 20)
         error = np.abs(accumulator.fp8_matmul(a, b, interval) - a @ b.T)
-        g = ref.fp8_accumulation(k, interval) + k * ref.FP32_ACCUMULATION
-        assert (error <= g * (np.abs(a) @ np.abs(b).T)).all()
-        assert np.linalg.norm(error) <= g * np.linalg.norm(a) * np.linalg.norm(b)
+        g = ref.fp8_accumulation(k, interval, subnormal=0) + k * ref.FP32_ACCUMULATION
+        largest = [np.where(v == 0, 0, np.maximum(np.abs(v), 2.0**-6)) for v in (a, b)]
+        assert (error <= g * (largest[0] @ largest[1].T)).all()
+        size = [ref.subnormal_norm(np.linalg.norm(v), np.ones(len(v)), k) for v in (a, b)]
+        assert np.linalg.norm(error) <= g * size[0] * size[1]
         ratios.append(np.max(error / (g * (np.abs(a) @ np.abs(b).T))))
     if make is drifting and interval == 128:
         assert max(ratios) > 0.8, "the operands no longer come near the bound"
+
+
+def test_subnormal_bytes_cost_precision_and_the_bound_knows():
+    """A product 2^-9 * 2^6 counts with 2^0, so that products under 2^-13 beside it vanish."""
+    a, b = np.zeros((2, 128)), np.zeros((2, 128))
+    a[:, 0], b[:, 0] = 2.0**-9, 2.0**6
+    a[:, 1:], b[:, 1:] = 2.0**-6, 1.75 * 2.0**-8
+    own = dataclasses.replace(accumulator.FP8, exponent="sum")
+    error, least = (np.linalg.norm(accumulator.fp8_matmul(a, b, rule=r) - a @ b.T) for r in
+                    (accumulator.FP8, own))  # fmt: skip
+    assert error == 2 * 31 * 1.75 * 2.0**-14 and least < error / 10
+    size = [ref.subnormal_norm(np.linalg.norm(v), np.ones(2), 128) for v in (a, b)]
+    assert error <= ref.fp8_accumulation(128, subnormal=0) * size[0] * size[1]
 
 
 @pytest.mark.parametrize("make", [gaussian, same_sign, outliers])
@@ -404,6 +420,7 @@ def test_accumulate_adds_its_term_alone(rng):
     plain = certify.certificate(certify.activation_norms(q.stats, 512), norms, k=512, columns=24)
     size = certify.norm(np.sqrt(q.stats.row_quantized_norm_sq)) * norms.used
     for accumulate, g in (("fp32", 0), ("promoted", 33 * 4 * 2.0**-13), ("fast", 33 * 16 * 2.0**-13)):
+        g *= 1 + 512 * 2.0**-17
         cert = certify.device_certificate(q.stats, norms, k=512, columns=24, accumulate=accumulate)
         assert (cert.bound, cert.terms) == (plain.bound, plain.terms)
         assert math.isclose(cert.accumulation, plain.accumulation + g * size)
@@ -411,6 +428,10 @@ def test_accumulate_adds_its_term_alone(rng):
         _, accumulation = ref.matmul_certificate(x, w, *used, "float32", accumulate)
         assert math.isclose(cert.accumulation, accumulation, rel_tol=1e-2)
     assert ref.fp8_accumulation(1 << 20, None) == 2
+    same = certify.device_certificate(q.stats, norms, k=512, columns=24, outer=(0.0, np.zeros(24)))
+    wide = certify.device_certificate(q.stats, norms, k=512, columns=24, outer=(np.ones(16), 1.0))
+    assert math.isclose(same.accumulation, plain.accumulation + 33 * 4 * 2.0**-13 * size)
+    assert wide.accumulation > 1.03 * same.accumulation
     with pytest.raises(ValueError, match="accumulate is 'slow', but 'fp32', 'promoted' or 'fast' is needed"):
         certify.device_certificate(q.stats, norms, k=512, columns=24, accumulate="slow")
 
@@ -424,9 +445,10 @@ def test_modelled_device_result_keeps_to_its_certificate(rng, make, accumulate):
     q = fb.quantize(x, search="fast")
     operands = ref_gemm.operands(x.astype(np.float32), w.astype(np.float32), "fp4")
     used, twin = (v.astype(np.float64) for v in operands)
-    # outer scales are powers of two: the sums of scaled operands are the scaled sums
     interval = 128 if accumulate == "promoted" else None
-    y = accumulator.fp8_matmul(used, twin.T, interval)
+    # in units of each row's outer scale, the least power of two with amax <= 288 units
+    rows, columns = (2.0 ** np.ceil(np.log2(np.abs(v).max(1) / 288))[:, None] for v in (used, twin.T))
+    y = accumulator.fp8_matmul(used / rows, twin.T / columns, interval) * rows * columns.T
     y16 = accumulator.bf16_matmul(x, w.T)
     sums = np.stack([q.stats.row_norm_sq, q.stats.row_quantized_norm_sq, q.stats.row_error_sq], -1)
     stats = certify.quant_stats(sums, [0, 0, 0, 0, 0], "bfloat16")
