@@ -1,5 +1,5 @@
-// What follows a product: scales, alpha, bias, activation, residual, rounding, store; straight from the registers
-// of a wgmma fragment (see wgmma.cuh) to global memory, so that it needs no shared memory and no barrier.
+// What follows a product: scales, alpha, bias, activation, residual, rounding, store. Works on the registers of a
+// wgmma fragment (see wgmma.cuh).
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include "fp4bf16.h"
+#include "ptx.cuh"
 
 namespace fp4bf16 {
 
@@ -22,7 +23,8 @@ struct Epilogue {
     int bias_dtype, residual_dtype, d_dtype;
     int64_t residual_stride, residual_batch, d_stride, d_batch;
     int m, n;
-    bool vector;  // 16 bytes (FP32: 8) can be stored at once: base and stride of d are aligned to it
+    bool extra;   // anything but scales
+    bool vector;  // FP32 pairs can be stored at once: base and stride of d are aligned to 8 bytes
 };
 
 __device__ inline float load_as_float(const void* p, int dtype, int64_t i) {
@@ -31,71 +33,94 @@ __device__ inline float load_as_float(const void* p, int dtype, int64_t i) {
     return __half2float(static_cast<const __half*>(p)[i]);
 }
 
-__device__ inline uint32_t pack_pair(float low, float high, int dtype) {
+template <int kDtype>
+__device__ inline uint32_t pack_pair(float low, float high) {
     uint32_t packed;
-    if (dtype == FP4BF16_BFLOAT16)
+    if constexpr (kDtype == FP4BF16_BFLOAT16)
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     else
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// x / (1 + exp(-x)) (Elfwing et al., arXiv:1702.03118)
-__device__ inline float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
+// x / (1 + exp(-x)) (Elfwing et al., arXiv:1702.03118); relative error under 2^-20 where the result is normal.
+__device__ inline float silu(float x) {
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + __expf(-x)));
+    return x * inverse;
+}
 // x Phi(x), by erfc so that the negative tail keeps its digits (Hendrycks, arXiv:1606.08415)
 __device__ inline float gelu(float x) { return 0.5f * x * erfcf(-0.70710678f * x); }
-
-// Each lane t of a quad holds column t of a 4 x 4 matrix of words; after this it holds row t.
-__device__ inline void transpose_quad(uint32_t (&w)[4], int t) {
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, t & 1 ? w[i] : w[i + 1], 1);
-        (t & 1 ? w[i] : w[i + 1]) = other;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, t & 2 ? w[i] : w[i + 2], 2);
-        (t & 2 ? w[i] : w[i + 2]) = other;
-    }
-}
-
-// acc *= row_scale * col_scale, in place; `row`, `col`: of the fragment's first element of this thread.
-template <int kAccumulators>
-__device__ inline void scale_fragment(const Epilogue& e, float (&acc)[kAccumulators], int row, int col, int za,
-                                      int zb) {
-    if (e.row_scale == nullptr && e.col_scale == nullptr) return;
-    float by_row[2] = {1.0f, 1.0f};
-    if (e.row_scale != nullptr)
-        for (int h = 0; h < 2; ++h)
-            if (row + 8 * h < e.m) by_row[h] = e.row_scale[za * e.row_batch + (row + 8 * h) * e.row_step];
-#pragma unroll
-    for (int j = 0; j < kAccumulators / 4; ++j) {
-        float by_col[2] = {1.0f, 1.0f};
-        if (e.col_scale != nullptr)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                if (col + 8 * j + i < e.n)
-                    by_col[i] = __ldg(e.col_scale + zb * e.col_batch + (col + 8 * j + i) * e.col_step);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[4 * j + i] *= by_row[i / 2] * by_col[i % 2];
-    }
-}
 
 // Column of accumulator i relative to the first one of this thread, and whether it is of the lower row.
 __device__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 __device__ constexpr int lower(int i) { return i % 4 / 2; }
 
-template <int kAccumulators>
-__device__ inline void add_bias(const Epilogue& e, float (&acc)[kAccumulators], int col) {
+// Column scales and bias of a tile, in shared memory: read from global memory by one thread a column before the
+// mainloop, so that the epilogue waits for nothing. Two buffers in turn and one barrier a tile.
+template <int kColumns>
+struct ColumnVectors {
+    static constexpr int kEach = kColumns / 128;  // columns a thread of the warpgroup brings
+    static constexpr int kFloats = 2 * 2 * kColumns;
+
+    float* buffers;  // (2, 2, kColumns): scales, bias; of this warpgroup
+    int turn = 0;
+    float scale[kEach], bias[kEach];
+
+    __device__ explicit ColumnVectors(float* buffers) : buffers(buffers) {}
+
+    __device__ void load(const Epilogue& e, int first_col, int zb) {
 #pragma unroll
-    for (int j = 0; j < kAccumulators; j += 4)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int c = col + column_of(j + i);
-            const float b = c < e.n ? load_as_float(e.bias, e.bias_dtype, c) : 0.0f;
-            acc[j + i] += b;
-            acc[j + i + 2] += b;
+        for (int i = 0; i < kEach; ++i) {
+            const int c = first_col + threadIdx.x % 128 + 128 * i;
+            scale[i] = 1.0f, bias[i] = 0.0f;
+            if (c >= e.n) continue;
+            if (e.col_scale != nullptr) scale[i] = __ldg(e.col_scale + zb * e.col_batch + c * e.col_step);
+            if (e.bias != nullptr) bias[i] = load_as_float(e.bias, e.bias_dtype, c);
         }
+    }
+
+    // `barrier`: a hardware barrier of this warpgroup's own.
+    __device__ void publish(int barrier) {
+        turn ^= 1;
+        float* buffer = buffers + turn * 2 * kColumns;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            buffer[threadIdx.x % 128 + 128 * i] = scale[i];
+            buffer[kColumns + threadIdx.x % 128 + 128 * i] = bias[i];
+        }
+        asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+    }
+
+    // Pairs of this thread's columns in a fragment: pair j is columns 8 j + 2 t and the next.
+    __device__ const float2* scales() const {
+        return reinterpret_cast<const float2*>(buffers + turn * 2 * kColumns) + threadIdx.x % 4;
+    }
+    __device__ const float2* biases() const { return scales() + kColumns / 2; }
+};
+
+template <int kAccumulators>
+__device__ inline void scale_fragment(float (&acc)[kAccumulators], const float (&by_row)[2], const float2* by_col) {
+#pragma unroll
+    for (int j = 0; j < kAccumulators; j += 4) {
+        const float2 c = by_col[j];  // four pairs are eight columns
+        acc[j] *= by_row[0] * c.x;
+        acc[j + 1] *= by_row[0] * c.y;
+        acc[j + 2] *= by_row[1] * c.x;
+        acc[j + 3] *= by_row[1] * c.y;
+    }
+}
+
+template <int kAccumulators>
+__device__ inline void add_bias(float (&acc)[kAccumulators], const float2* bias) {
+#pragma unroll
+    for (int j = 0; j < kAccumulators; j += 4) {
+        const float2 b = bias[j];
+        acc[j] += b.x;
+        acc[j + 1] += b.y;
+        acc[j + 2] += b.x;
+        acc[j + 3] += b.y;
+    }
 }
 
 template <int kAccumulators>
@@ -118,7 +143,8 @@ __device__ inline void store_edge(const Epilogue& e, const float (&acc)[kAccumul
         if (r >= e.m || c >= e.n) continue;
         const int64_t at = z * e.d_batch + r * e.d_stride + c;
         if (e.d_dtype == FP4BF16_FLOAT32) static_cast<float*>(e.d)[at] = acc[i];
-        else static_cast<uint16_t*>(e.d)[at] = static_cast<uint16_t>(pack_pair(acc[i], 0.0f, e.d_dtype));
+        else if (e.d_dtype == FP4BF16_BFLOAT16) static_cast<__nv_bfloat16*>(e.d)[at] = __float2bfloat16_rn(acc[i]);
+        else static_cast<__half*>(e.d)[at] = __float2half_rn(acc[i]);
     }
 }
 
@@ -131,50 +157,51 @@ __device__ inline void store_float(const Epilogue& e, const float (&acc)[kAccumu
             make_float2(acc[i], acc[i + 1]);
 }
 
-// Four n8 groups at a time: transposed within the quad, a lane stores eight columns, the quad 64 bytes.
+// A fragment as boxes of 64 rows and 64 columns in shared memory, rows of 128 bytes under the 128-byte swizzle.
 template <int kDtype, int kAccumulators>
-__device__ inline void store_half(const Epilogue& e, const float (&acc)[kAccumulators], int row, int col, int z) {
-    const int t = threadIdx.x % 4;
-    uint16_t* out = static_cast<uint16_t*>(e.d) + z * e.d_batch + row * e.d_stride + (col - 2 * t) + 8 * t;
+__device__ inline void stage_fragment(const float (&acc)[kAccumulators], uint32_t memory) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int j = 0; j < kAccumulators / 4; j += 2) {  // two n8 groups: 16 rows x 16 columns
+        uint32_t w[4];
 #pragma unroll
-        for (int j = 0; j < kAccumulators; j += 16) {
-            uint32_t w[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                w[i] = pack_pair(acc[j + 4 * i + 2 * h], acc[j + 4 * i + 2 * h + 1], kDtype);
-            transpose_quad(w, t);
-            *reinterpret_cast<uint4*>(out + 8 * h * e.d_stride + 2 * j) = make_uint4(w[0], w[1], w[2], w[3]);
-        }
+        for (int i = 0; i < 4; ++i) w[i] = pack_pair<kDtype>(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
+        const int chunk = (j % 8 + lane / 16) ^ (row % 8);
+        ptx::store_matrices(memory + j / 8 * 64 * 128 + row * 128 + chunk * 16, w[0], w[1], w[2], w[3]);
+    }
 }
 
-// A fragment (64 rows of a warpgroup, 2 * kAccumulators columns) through the epilogue, 32 columns at a time in
-// registers of their own: those that wgmma adds to must not be written by anything else. Each step stands behind a
-// uniform branch, so that a plain product runs through little code.
+// Everything up to rounding, in place, of a fragment (64 rows of a warpgroup, 2 * kAccumulators columns). Each step is
+// one pass over the registers behind one uniform branch, so that a plain product runs through little code.
 template <int kAccumulators>
-__device__ inline void store_fragment(const Epilogue& e, const float (&sums)[kAccumulators], int row, int col,
-                                      int z) {
-    const int first_row = row - threadIdx.x % 32 / 4;
+__device__ inline void finish_fragment(const Epilogue& e, float (&acc)[kAccumulators], const float2* bias, int row,
+                                       int col, int z) {
+    if (e.alpha != 1.0f)
 #pragma unroll
-    for (int j = 0; j < kAccumulators; j += 16) {
-        const int c = col + 2 * j, first_col = c - threadIdx.x % 4 * 2;
-        float v[16];
+        for (int i = 0; i < kAccumulators; ++i) acc[i] *= e.alpha;
+    if (e.bias != nullptr) add_bias(acc, bias);
+    if (e.activation == FP4BF16_SILU)
 #pragma unroll
-        for (int i = 0; i < 16; ++i) v[i] = sums[j + i] * e.alpha;
-        if (e.bias != nullptr) add_bias(e, v, c);
-        if (e.activation == FP4BF16_SILU)
+        for (int i = 0; i < kAccumulators; ++i) acc[i] = silu(acc[i]);
 #pragma unroll
-            for (int i = 0; i < 16; ++i) v[i] = silu(v[i]);
-        if (e.activation == FP4BF16_GELU)
+    for (int i = 0; i < kAccumulators; i += 8) {
+        int activation = e.activation;
+        asm volatile("" : "+r"(activation));  // a branch each eight: all at once would spill registers
+        if (activation == FP4BF16_GELU)
 #pragma unroll
-            for (int i = 0; i < 16; ++i) v[i] = gelu(v[i]);
-        if (e.residual != nullptr) add_residual(e, v, row, c, z);
-        if (!e.vector || first_row + 16 > e.m || first_col + 32 > e.n) store_edge(e, v, row, c, z);
-        else if (e.d_dtype == FP4BF16_FLOAT32) store_float(e, v, row, c, z);
-        else if (e.d_dtype == FP4BF16_BFLOAT16) store_half<FP4BF16_BFLOAT16>(e, v, row, c, z);
-        else store_half<FP4BF16_FLOAT16>(e, v, row, c, z);
+            for (int j = 0; j < 8; ++j) acc[i + j] = gelu(acc[i + j]);
     }
+    if (e.residual != nullptr) add_residual(e, acc, row, col, z);
+}
+
+// From the registers to global memory: FP32 results, and shapes that the copy engine does not take.
+template <int kAccumulators>
+__device__ inline void store_fragment(const Epilogue& e, const float (&acc)[kAccumulators], int row, int col, int z) {
+    const int first_row = row - threadIdx.x % 32 / 4, first_col = col - threadIdx.x % 4 * 2;
+    if (e.d_dtype == FP4BF16_FLOAT32 && e.vector && first_row + 16 <= e.m && first_col + 2 * kAccumulators <= e.n)
+        store_float(e, acc, row, col, z);
+    else
+        store_edge(e, acc, row, col, z);
 }
 
 }  // namespace fp4bf16

@@ -27,35 +27,40 @@ __device__ inline void barrier_arrive_expect_bytes(uint64_t* barrier, uint32_t b
                  : "memory");
 }
 
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ inline void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+__device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
 
-// Arrives at the same barrier of CTA `rank` of this cluster.
-__device__ inline void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
+// Arrives at the same barrier of CTA `rank` of this cluster. What it orders are reads by the tensor cores that have
+// finished, so the default scope does; `.release.cluster` would drain every store of the thread first.
+__device__ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n"
         ".reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-        "}\n" ::"r"(shared_address(barrier)),
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }
 
-// Waits until the phase of this parity has ended. `acquire.cluster`: what other CTAs did before is visible.
-__device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+// Waits until the phase of this parity has ended. (`.acquire.cluster` would empty the L1 cache every time.)
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@done bra.uni finished;\n"
         "bra.uni again;\n"
         "finished:\n"
-        "}\n" ::"r"(shared_address(barrier)),
+        "}\n" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+__device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+    barrier_wait(shared_address(barrier), parity);
 }
 
 // ---- bulk tensor copies (TMA)
@@ -81,6 +86,25 @@ __device__ inline void copy_box_multicast(void* target, const CUtensorMap* map, 
         "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(target)),
         "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(mask)
         : "memory");
+}
+
+// Box of shared memory -> global memory at (x, y, z); what lies outside the array is not written.
+__device__ inline void store_box(const CUtensorMap* map, uint32_t source, int32_t x, int32_t y, int32_t z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+        "r"(source), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+__device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// This thread's committed stores have read their shared memory.
+__device__ inline void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ inline void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void store_matrices(uint32_t address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w0),
+                 "r"(w1), "r"(w2), "r"(w3)
+                 : "memory");
 }
 
 // Ordinary writes to shared memory before this are seen by the copy engine and the tensor cores after it.

@@ -1,23 +1,48 @@
 // Which tile a cluster computes next: a fixed order, so that results do not depend on timing.
 #pragma once
 
+#include <cstdint>
+
 namespace fp4bf16 {
+
+// Division by a number that the host knows, of dividends under 2^31: a multiplication (Granlund and Montgomery,
+// "Division by invariant integers using multiplication", PLDI 1994, figure 4.1).
+struct Divisor {
+    uint32_t multiplier = 0, shift = 0;  // 0: by one
+
+    Divisor() = default;
+    explicit Divisor(uint32_t d) {
+        if (d <= 1) return;
+        uint32_t log2 = 0;
+        while ((uint64_t{1} << log2) < d) ++log2;
+        multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + log2)) + d - 1) / d);
+        shift = log2 - 1;
+    }
+    __device__ uint32_t divide(uint32_t n) const {
+        return multiplier == 0 ? n : __umulhi(n, multiplier) >> shift;
+    }
+};
 
 // Tiles are walked in columns of kGroup tile rows, so that those computed at one time share operands in L2.
 struct Schedule {
     int tiles_m, tiles_n, batch;  // in tiles of a whole cluster
+    Divisor by_matrix, by_group;
 
     static constexpr int kGroup = 8;
 
-    __host__ __device__ int64_t total() const { return int64_t{tiles_m} * tiles_n * batch; }
+    Schedule() = default;
+    Schedule(int64_t m, int64_t n, int64_t batch)
+        : tiles_m(static_cast<int>(m)), tiles_n(static_cast<int>(n)), batch(static_cast<int>(batch)),
+          by_matrix(static_cast<uint32_t>(m * n)), by_group(static_cast<uint32_t>(kGroup * n)) {}
 
-    __device__ void locate(int64_t tile, int* m, int* n, int* z) const {
-        const int matrix = tiles_m * tiles_n;
-        *z = static_cast<int>(tile / matrix);
-        const int i = static_cast<int>(tile % matrix), group = i / (kGroup * tiles_n);
-        const int height = min(kGroup, tiles_m - group * kGroup), inside = i - group * kGroup * tiles_n;
-        *m = group * kGroup + inside % height;
-        *n = inside / height;
+    __host__ __device__ int total() const { return tiles_m * tiles_n * batch; }
+
+    __device__ void locate(int tile, int* m, int* n, int* z) const {
+        *z = batch == 1 ? 0 : by_matrix.divide(tile);
+        const int i = tile - *z * tiles_m * tiles_n, group = by_group.divide(i);
+        const int inside = i - group * kGroup * tiles_n, height = min(kGroup, tiles_m - group * kGroup);
+        *n = height == kGroup ? inside / kGroup : inside / height;
+        *m = group * kGroup + inside - *n * height;
     }
 };
 

@@ -16,10 +16,11 @@ namespace fp4bf16 {
 constexpr int kTileBytes = 128;  // of K, in every k-tile
 
 struct DualParams {
-    CUtensorMap a8, b8, a16, b16;
+    CUtensorMap a8, b8, a16, b16, d;
     int k8_tiles, k16_tiles;
     int k16_steps;  // wgmmas (k = 16) in the last BF16 tile
     int a_div, a_mod, b_div, b_mod;
+    bool staged;  // the result leaves through shared memory, by `d`; else from the registers
     Schedule schedule;
     Epilogue epilogue;
 };
@@ -35,7 +36,13 @@ struct DualConfig {
     static constexpr int kWaves = kTileM / 128;          // m64 fragments of a consumer warpgroup
     static constexpr int kABytes = kTileM * kTileBytes, kBBytes = kTileN * kTileBytes;
     static constexpr int kStageBytes = kABytes + kBBytes;
-    static constexpr int kSharedBytes = kStages * kStageBytes + 2 * kStages * 8 + 1024;  // 1024: to align tiles
+    // A 16-bit result is staged in a stage of the ring that the producer leaves out, and what does not fit there in
+    // memory of its own, so that it is stored while the next tile is multiplied.
+    static constexpr int kStagingBytes = kTileM * kTileN * 2;
+    static constexpr int kOwnStagingBytes = kStagingBytes > kStageBytes ? kStagingBytes - kStageBytes : 0;
+    static constexpr int kColumnBytes = 2 * ColumnVectors<kTileN>::kFloats * 4;  // of both warpgroups
+    static constexpr int kSharedBytes = kStages * kStageBytes + kOwnStagingBytes + kColumnBytes +
+                                        2 * kStages * 8 + 1024;  // to align
     static constexpr int kThreads = 384;
     static constexpr int kAccumulators = kTileN / 2;     // of one fragment and thread
 
@@ -48,13 +55,17 @@ struct DualConfig {
 
 template <class C>
 struct SharedStages {
-    uint8_t* tiles;   // (kStages, A tile then B tile), each 1024-byte aligned
-    uint64_t* full;   // (kStages,) the copies have arrived
-    uint64_t* empty;  // (kStages,) the consumers of every CTA that writes here are done
+    uint8_t* tiles;    // (kStages, A tile then B tile), each 1024-byte aligned
+    uint8_t* staging;  // (kOwnStagingBytes)
+    float* columns;    // (2, ColumnVectors)
+    uint64_t* full;    // (kStages,) the copies have arrived
+    uint64_t* empty;   // (kStages,) the consumers of every CTA that writes here are done
 
     __device__ explicit SharedStages(uint8_t* raw)
         : tiles(raw + (1024 - ptx::shared_address(raw) % 1024) % 1024),
-          full(reinterpret_cast<uint64_t*>(tiles + C::kStages * C::kStageBytes)),
+          staging(tiles + C::kStages * C::kStageBytes),
+          columns(reinterpret_cast<float*>(staging + C::kOwnStagingBytes)),
+          full(reinterpret_cast<uint64_t*>(staging + C::kOwnStagingBytes + C::kColumnBytes)),
           empty(full + C::kStages) {}
     __device__ uint8_t* a(int stage) const { return tiles + stage * C::kStageBytes; }
     __device__ uint8_t* b(int stage) const { return a(stage) + C::kABytes; }
@@ -101,7 +112,7 @@ __device__ inline void load_tile(uint8_t* tile, const CUtensorMap* map, uint64_t
 template <class C>
 __device__ inline void produce(const DualParams& p, const SharedStages<C>& shared, int cluster, int clusters, int rank) {
     Ring<C::kStages> ring;
-    for (int64_t tile = cluster; tile < p.schedule.total(); tile += clusters) {
+    for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
         int cm, cn, z;
         p.schedule.locate(tile, &cm, &cn, &z);
         const int m = (cm * C::kClusterM + (C::kClusterM > 1 ? rank : 0)) * C::kTileM;
@@ -118,37 +129,78 @@ __device__ inline void produce(const DualParams& p, const SharedStages<C>& share
         if constexpr (C::kE4m3)
             for (int k = 0; k < p.k8_tiles; ++k) load(&p.a8, &p.b8, k, 128);
         for (int k = 0; k < p.k16_tiles; ++k) load(&p.a16, &p.b16, k, 64);
+        if (p.staged) {  // the next stage is the consumers' own
+            ptx::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+            ptx::barrier_arrive(&shared.full[ring.stage]);
+            ring.advance();
+        }
     }
 }
 
 // ---- consumers ---------------------------------------------------------------------------------------------
 
 template <class C>
-struct Consumer {
-    const SharedStages<C>& shared;
-    Ring<C::kStages> ring;
-    int group;  // consumer warpgroup 0 or 1
-    int held = -1;  // stage that wgmmas in flight still read
-    float acc[C::kWaves][C::kAccumulators];
+using Accumulators = float[C::kWaves][C::kAccumulators];
 
-    __device__ Consumer(const SharedStages<C>& shared, int group) : shared(shared), group(group) {}
+// The value of lane 0, which all lanes share: the compiler then keeps it, and what is computed from it, in uniform
+// registers, where wgmma takes its descriptors from.
+__device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
+
+template <class C>
+struct Consumer {
+    static constexpr uint32_t kStageStep = C::kStageBytes >> 4;  // in descriptors
+    static constexpr uint32_t kWaveStep = 64 * kTileBytes >> 4;
+
+    Ring<C::kStages> ring;
+    uint32_t full, empty;     // addresses of the barriers
+    uint32_t a_tile, b_tile;  // lower halves of the descriptors of this warpgroup's rows in stage 0
+    uint32_t offset = 0;  // of the stage that was waited for last
+    int held = -1;     // stage that wgmmas in flight still read
+    int storing = -1;  // stage that this warpgroup's stores still read
+
+    __device__ Consumer(const SharedStages<C>& shared, int group)
+        : full(uniform(ptx::shared_address(shared.full))),
+          empty(uniform(ptx::shared_address(shared.empty))),
+          a_tile(uniform(static_cast<uint32_t>(ptx::wgmma_descriptor(
+              ptx::shared_address(shared.a(0)) + group * C::kWaves * 64 * kTileBytes, 1024)))),
+          b_tile(uniform(static_cast<uint32_t>(
+              ptx::wgmma_descriptor(ptx::shared_address(shared.b(0)), 1024, C::kBN ? 8192 : 16)))) {}
+
+    // The upper half of every descriptor here: atoms 1024 bytes apart, the 128-byte swizzle.
+    static constexpr uint64_t kUpper = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
+
+    __device__ void wait_full() {
+        offset = uniform(kStageStep * ring.stage);
+        ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
+    }
+    __device__ uint64_t a(int wave, int step) const { return kUpper | (a_tile + offset + kWaveStep * wave + step); }
+    __device__ uint64_t b(int step) const { return kUpper | (b_tile + offset + step); }
 
     // Tells every CTA that writes to this stage that this warp is done with it.
     __device__ void release(int stage) {
         const uint32_t lane = threadIdx.x % 32;
         if constexpr (C::kCluster == 1) {
-            if (lane == 0) ptx::barrier_arrive(&shared.empty[stage]);
+            if (lane == 0) ptx::barrier_arrive(empty + 8 * stage);
         } else {
-            if (lane < C::kCluster) ptx::barrier_arrive_at(&shared.empty[stage], lane);
+            if (lane < C::kCluster) ptx::barrier_arrive_at(empty + 8 * stage, lane);
         }
     }
 
-    __device__ uint64_t a_tile(int wave) const {
-        const uint32_t rows = (group * C::kWaves + wave) * 64;
-        return ptx::wgmma_descriptor(ptx::shared_address(shared.a(ring.stage)) + rows * kTileBytes, 1024);
+    // The stage that holds a result is free once the stores have read it, which the thread that issued them knows;
+    // the other warps are done with it at once. Called in the next tile, before a barrier of the warpgroup.
+    __device__ void release_storing() {
+        if (storing < 0) return;
+        if (threadIdx.x % 128 < 32) {
+            ptx::store_wait_read();
+            __syncwarp();
+            release(storing);
+        }
+        storing = -1;
     }
-    __device__ uint64_t b_tile() const {
-        return ptx::wgmma_descriptor(ptx::shared_address(shared.b(ring.stage)), 1024, C::kBN ? 8192 : 16);
+    __device__ void give_to_stores() {
+        if (threadIdx.x % 128 >= 32) release(ring.stage);
+        storing = ring.stage;
+        ring.advance();
     }
 
     // After the wgmmas of this k-tile were committed: those before are finished, their stage is free.
@@ -157,6 +209,7 @@ struct Consumer {
         if (held >= 0) release(held);
         held = ring.stage;
         ring.advance();
+        release_storing();
     }
     __device__ void drain() {
         ptx::wgmma_wait<0>();
@@ -165,18 +218,15 @@ struct Consumer {
     }
 
     // E4M3 k-tiles, sums kept by the tensor core (about 14 bits).
-    __device__ void e4m3_fast(int tiles) {
+    __device__ void e4m3_fast(Accumulators<C>& acc, int tiles) {
         for (int k = 0; k < tiles; ++k) {
-            ptx::barrier_wait(&shared.full[ring.stage], ring.parity);
+            wait_full();
             ptx::wgmma_fence();
-            const uint64_t b = b_tile();
 #pragma unroll
-            for (int wave = 0; wave < C::kWaves; ++wave) {
-                const uint64_t a = a_tile(wave);
+            for (int wave = 0; wave < C::kWaves; ++wave)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)  // 32 bytes of K each
-                    ptx::E4m3Mma<C::kTileN>::mma(acc[wave], a + 2 * i, b + 2 * i, i > 0 || k > 0);
-            }
+                    ptx::E4m3Mma<C::kTileN>::mma(acc[wave], a(wave, 2 * i), b(2 * i), 1);
             ptx::wgmma_commit();
             move_on();
         }
@@ -184,22 +234,16 @@ struct Consumer {
     }
 
     // E4M3 k-tiles, each summed from zero in `part` and added in FP32.
-    __device__ void e4m3_promoted(int tiles) {
-#pragma unroll
-        for (int wave = 0; wave < C::kWaves; ++wave)
-#pragma unroll
-            for (int i = 0; i < C::kAccumulators; ++i) acc[wave][i] = 0.0f;
+    __device__ void e4m3_promoted(Accumulators<C>& acc, int tiles) {
         for (int k = 0; k < tiles; ++k) {
-            ptx::barrier_wait(&shared.full[ring.stage], ring.parity);
-            const uint64_t b = b_tile();
+            wait_full();
 #pragma unroll
             for (int wave = 0; wave < C::kWaves; ++wave) {
                 float part[C::kAccumulators];
-                const uint64_t a = a_tile(wave);
                 ptx::wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    ptx::E4m3Mma<C::kTileN>::mma(part, a + 2 * i, b + 2 * i, i > 0);
+                    ptx::E4m3Mma<C::kTileN>::mma(part, a(wave, 2 * i), b(2 * i), i > 0);
                 ptx::wgmma_commit();
                 ptx::wgmma_wait<0>();
                 if (wave == C::kWaves - 1) release(ring.stage);
@@ -207,73 +251,131 @@ struct Consumer {
                 for (int i = 0; i < C::kAccumulators; ++i) acc[wave][i] += part[i];
             }
             ring.advance();
+            release_storing();
         }
     }
 
     // One BF16 k-tile of `steps` times k = 16; what lies beyond is zero and not multiplied.
     template <int kSteps>
-    __device__ void bf16_tile(bool first) {
+    __device__ void bf16_tile(Accumulators<C>& acc) {
         constexpr int kAStep = C::kAM ? 2048 >> 4 : 2, kBStep = C::kBN ? 2048 >> 4 : 2;
-        ptx::barrier_wait(&shared.full[ring.stage], ring.parity);
+        wait_full();
         ptx::wgmma_fence();
-        const uint64_t b = b_tile();
 #pragma unroll
-        for (int wave = 0; wave < C::kWaves; ++wave) {
-            const uint64_t a = a_tile(wave);
+        for (int wave = 0; wave < C::kWaves; ++wave)
 #pragma unroll
             for (int i = 0; i < kSteps; ++i)
-                ptx::Bf16Mma<C::kTileN, C::kAM, C::kBN>::mma(acc[wave], a + kAStep * i, b + kBStep * i,
-                                                             i > 0 || !first);
-        }
+                ptx::Bf16Mma<C::kTileN, C::kAM, C::kBN>::mma(acc[wave], a(wave, kAStep * i),
+                                                             b(kBStep * i), 1);
         ptx::wgmma_commit();
         move_on();
     }
 
-    __device__ void bf16(int tiles, int steps, bool first) {
-        for (int k = 0; k < tiles - 1; ++k) bf16_tile<4>(first && k == 0);
-        first = first && tiles == 1;
+    __device__ void bf16(Accumulators<C>& acc, int tiles, int steps) {
+        for (int k = 0; k < tiles - 1; ++k) bf16_tile<4>(acc);
         switch (steps) {
-            case 1: bf16_tile<1>(first); break;
-            case 2: bf16_tile<2>(first); break;
-            case 3: bf16_tile<3>(first); break;
-            default: bf16_tile<4>(first);
+            case 1: bf16_tile<1>(acc); break;
+            case 2: bf16_tile<2>(acc); break;
+            case 3: bf16_tile<3>(acc); break;
+            default: bf16_tile<4>(acc);
         }
         drain();
-    }
-
-    __device__ void scale(const Epilogue& e, int row, int col, int za, int zb) {
-#pragma unroll
-        for (int wave = 0; wave < C::kWaves; ++wave) scale_fragment(e, acc[wave], row + 64 * wave, col, za, zb);
     }
 };
 
 template <class C>
-__device__ inline void consume(const DualParams& p, const SharedStages<C>& shared, int cluster, int clusters, int rank) {
-    const int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+__device__ inline void row_scales(const Epilogue& e, int row, int za, float (&scale)[C::kWaves][2]) {
+#pragma unroll
+    for (int i = 0; i < 2 * C::kWaves; ++i) {
+        const int r = row + i / 2 * 64 + i % 2 * 8;
+        scale[i / 2][i % 2] = e.row_scale != nullptr && r < e.m
+                                  ? __ldg(e.row_scale + za * e.row_batch + r * e.row_step)
+                                  : 1.0f;
+    }
+}
+
+// Through shared memory: fragments as boxes of 64 rows and 64 columns, which one thread hands to the copy engine.
+template <class C>
+__device__ inline void store_staged(const DualParams& p, const SharedStages<C>& shared, int stage,
+                                    const Accumulators<C>& acc, int group, int m, int n, int z) {
+    constexpr int kFragmentBytes = 64 * C::kTileN * 2;
+    const uint32_t in_stage = uniform(ptx::shared_address(shared.a(stage)));
+    const uint32_t in_own = uniform(ptx::shared_address(shared.staging)) - C::kStageBytes;
+#pragma unroll
+    for (int wave = 0; wave < C::kWaves; ++wave) {
+        const int at = (group * C::kWaves + wave) * kFragmentBytes;
+        const uint32_t memory = (at < C::kStageBytes ? in_stage : in_own) + at;
+        if (p.epilogue.d_dtype == FP4BF16_BFLOAT16) stage_fragment<FP4BF16_BFLOAT16>(acc[wave], memory);
+        else stage_fragment<FP4BF16_FLOAT16>(acc[wave], memory);
+    }
+    ptx::fence_async_shared();
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+    if (threadIdx.x % 128 >= 32 || !ptx::elect()) return;
+#pragma unroll
+    for (int wave = 0; wave < C::kWaves; ++wave) {
+        const int fragment = group * C::kWaves + wave, at = fragment * kFragmentBytes;
+        const uint32_t memory = (at < C::kStageBytes ? in_stage : in_own) + at;
+#pragma unroll
+        for (int i = 0; i < C::kTileN / 64; ++i)
+            ptx::store_box(&p.d, memory + 64 * 128 * i, n + 64 * i, m + 64 * fragment, z);
+    }
+    ptx::store_commit();
+}
+
+template <class C>
+__device__ inline void consume(const DualParams& p, const SharedStages<C>& shared, int cluster, int clusters,
+                               int rank) {
+    const int group = uniform(threadIdx.x / 128 - 1), lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const Epilogue& e = p.epilogue;
+    const bool scaled = e.row_scale != nullptr || e.col_scale != nullptr;
+    const bool e4m3 = C::kE4m3 && p.k8_tiles > 0;
     Consumer<C> c(shared, group);
-    for (int64_t tile = cluster; tile < p.schedule.total(); tile += clusters) {
+    ColumnVectors<C::kTileN> columns(shared.columns + group * ColumnVectors<C::kTileN>::kFloats);
+    for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
         int cm, cn, z;
         p.schedule.locate(tile, &cm, &cn, &z);
         const int m = (cm * C::kClusterM + (C::kClusterM > 1 ? rank : 0)) * C::kTileM;
         const int n = (cn * C::kClusterN + (C::kClusterN > 1 ? rank : 0)) * C::kTileN;
         const int row = m + group * C::kWaves * 64 + warp * 16 + lane / 4, col = n + lane % 4 * 2;
-        const int za = z / p.a_div % p.a_mod, zb = z / p.b_div % p.b_mod;
-        const bool e4m3 = C::kE4m3 && p.k8_tiles > 0;
+        Accumulators<C> acc = {};
+        float by_row[C::kWaves][2];
+        row_scales<C>(e, row, z / p.a_div % p.a_mod, by_row);
+        columns.load(e, n, z / p.b_div % p.b_mod);
+        auto scale = [&] {
+            if (!scaled) return;
+#pragma unroll
+            for (int wave = 0; wave < C::kWaves; ++wave) scale_fragment(acc[wave], by_row[wave], columns.scales());
+        };
         if constexpr (C::kE4m3) {
             if (e4m3) {
-                if constexpr (C::kPromote) c.e4m3_promoted(p.k8_tiles);
-                else c.e4m3_fast(p.k8_tiles);
-                c.scale(p.epilogue, row, col, za, zb);
+                if constexpr (C::kPromote) c.e4m3_promoted(acc, p.k8_tiles);
+                else c.e4m3_fast(acc, p.k8_tiles);
+                columns.publish(1 + group);
+                scale();
             }
         }
         if (p.k16_tiles > 0) {
-            c.bf16(p.k16_tiles, p.k16_steps, !e4m3);
-            if (!e4m3) c.scale(p.epilogue, row, col, za, zb);
+            c.bf16(acc, p.k16_tiles, p.k16_steps);
+            if (!e4m3) {
+                columns.publish(1 + group);
+                scale();
+            }
         }
+        if (__builtin_expect(e.extra, 0))
 #pragma unroll
-        for (int wave = 0; wave < C::kWaves; ++wave)
-            store_fragment(p.epilogue, c.acc[wave], row + 64 * wave, col, z);
+            for (int wave = 0; wave < C::kWaves; ++wave)
+                finish_fragment(e, acc[wave], columns.biases(), row + 64 * wave, col, z);
+        if (p.staged) {
+            c.wait_full();  // the stage that the producer left out
+            store_staged<C>(p, shared, c.ring.stage, acc, group, m, n, z);
+            c.give_to_stores();
+        } else {
+#pragma unroll
+            for (int wave = 0; wave < C::kWaves; ++wave)
+                store_fragment(e, acc[wave], row + 64 * wave, col, z);
+        }
     }
+    ptx::store_wait();
 }
 
 // ---- kernel ------------------------------------------------------------------------------------------------
@@ -300,6 +402,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_dual_gemm(const __grid_co
         if (threadIdx.x < 32 && ptx::elect()) {
             if (p.k8_tiles > 0) ptx::prefetch_map(&p.a8), ptx::prefetch_map(&p.b8);
             if (p.k16_tiles > 0) ptx::prefetch_map(&p.a16), ptx::prefetch_map(&p.b16);
+            if (p.staged) ptx::prefetch_map(&p.d);
             produce<C>(p, shared, cluster, clusters, rank);
         }
         __syncwarp();

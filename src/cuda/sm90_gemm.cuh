@@ -1,6 +1,8 @@
 // From checked arguments to a launch of one configuration of sm90_dual.cuh.
 #pragma once
 
+#include <cstdlib>
+#include <cstdio>
 #include "sm90_dual.cuh"
 #include "sm90_gemm.h"
 #include "tensor_map.h"
@@ -43,23 +45,26 @@ inline Epilogue make_epilogue(const fp4bf16_gemm_args& g) {
     e.residual_stride = g.residual_stride, e.residual_batch = g.residual_batch_stride;
     e.d = g.d, e.d_dtype = g.d_dtype, e.d_stride = g.d_stride, e.d_batch = g.d_batch_stride;
     e.m = static_cast<int>(g.m), e.n = static_cast<int>(g.n);
-    const int64_t unit = g.d_dtype == FP4BF16_FLOAT32 ? 2 : 8;  // elements stored at once
-    e.vector = reinterpret_cast<uintptr_t>(g.d) % static_cast<uintptr_t>(unit * size_of(g.d_dtype)) == 0 &&
-               g.d_stride % unit == 0 && (g.batch_count == 1 || g.d_batch_stride % unit == 0);
+    e.extra = e.alpha != 1.0f || e.bias != nullptr || e.activation != FP4BF16_NONE || e.residual != nullptr;
+    e.vector = reinterpret_cast<uintptr_t>(g.d) % 8 == 0 && g.d_stride % 2 == 0 &&
+               (g.batch_count == 1 || g.d_batch_stride % 2 == 0);
     return e;
 }
 
-// The kernel's limit of shared memory, raised once a device.
+// Clusters of C that the current device holds at once, found once a device; raises the kernel's limit of shared
+// memory on the way.
 template <class C>
-fp4bf16_status allow_shared_memory() {
-    static bool allowed[64] = {};
+fp4bf16_status resident_clusters(cudaLaunchConfig_t launch, int* clusters) {
+    static int known[64] = {};
     int device = 0;
     FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "gemm"));
-    if (device < 64 && allowed[device]) return FP4BF16_OK;
+    if (device < 64 && known[device] > 0) return *clusters = known[device], FP4BF16_OK;
     FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(sm90_dual_gemm<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  C::kSharedBytes),
                             "gemm"));
-    if (device < 64) allowed[device] = true;
+    launch.gridDim = dim3(C::kCluster);
+    FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(clusters, sm90_dual_gemm<C>, &launch), "gemm"));
+    if (device < 64) known[device] = *clusters;
     return FP4BF16_OK;
 }
 
@@ -72,23 +77,32 @@ fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, int multiprocessors, cuda
     p.k16_steps = static_cast<int>(ceil_div(g.k16 - (p.k16_tiles - 1) * int64_t{64}, 16));
     p.a_div = static_cast<int>(g.a_batch_div), p.a_mod = static_cast<int>(g.a_batch_mod);
     p.b_div = static_cast<int>(g.b_batch_div), p.b_mod = static_cast<int>(g.b_batch_mod);
-    p.schedule = {static_cast<int>(ceil_div(g.m, C::kTileM * C::kClusterM)),
-                  static_cast<int>(ceil_div(g.n, C::kTileN * C::kClusterN)), static_cast<int>(g.batch_count)};
+    const int64_t tiles_m = ceil_div(g.m, C::kTileM * C::kClusterM), tiles_n = ceil_div(g.n, C::kTileN * C::kClusterN);
+    if (tiles_m * tiles_n > INT32_MAX / g.batch_count)
+        return fail(FP4BF16_INVALID_ARGUMENT, "gemm: d (%lld, %lld, %lld) has more than 2^31 tiles; split the batch",
+                    static_cast<long long>(g.batch_count), static_cast<long long>(g.m), static_cast<long long>(g.n));
+    p.schedule = Schedule(tiles_m, tiles_n, g.batch_count);
     p.epilogue = make_epilogue(g);
-    FP4BF16_TRY(allow_shared_memory<C>());
+    p.staged = g.d_dtype != FP4BF16_FLOAT32 && reinterpret_cast<uintptr_t>(g.d) % 16 == 0 && g.d_stride % 8 == 0 &&
+               (g.batch_count == 1 || g.d_batch_stride % 8 == 0);
+    if (p.staged)  // 16-bit elements, whichever
+        FP4BF16_TRY(make_tensor_map("gemm", "d", g.d, 2,
+                                    {g.n, g.m, g.batch_count, g.d_stride, g.d_batch_stride, 64, 64}, &p.d));
 
-    const int64_t clusters = multiprocessors / C::kCluster;
-    cudaLaunchConfig_t launch{};
-    launch.gridDim = dim3(static_cast<unsigned>(C::kCluster * (p.schedule.total() < clusters ? p.schedule.total()
-                                                                                            : clusters)));
-    launch.blockDim = dim3(C::kThreads);
-    launch.dynamicSmemBytes = C::kSharedBytes;
-    launch.stream = stream;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = C::kCluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t launch{};
+    launch.blockDim = dim3(C::kThreads);
+    launch.dynamicSmemBytes = C::kSharedBytes;
+    launch.stream = stream;
     launch.attrs = &cluster;
-    launch.numAttrs = C::kCluster > 1;
+    launch.numAttrs = 1;
+    int clusters = 0;
+    FP4BF16_TRY(resident_clusters<C>(launch, &clusters));
+    if (p.schedule.total() < clusters) clusters = static_cast<int>(p.schedule.total());
+    if (getenv("FP4BF16_DEBUG")) fprintf(stderr, "clusters %d of %d\n", clusters, C::kCluster);
+    launch.gridDim = dim3(static_cast<unsigned>(C::kCluster * clusters));
     const cudaError_t error = cudaLaunchKernelEx(&launch, sm90_dual_gemm<C>, p);
     return cuda_result(error != cudaSuccess ? error : cudaGetLastError(), "gemm");
 }

@@ -31,7 +31,7 @@ fp4bf16_status encoder(const char* function, Encode* encode) {
 
 fp4bf16_status make_tensor_map(const char* function, const char* name, const void* pointer, int element_bytes,
                                const MapShape& shape, CUtensorMap* map) {
-    Encode encode;
+    Encode encode = nullptr;
     FP4BF16_TRY(encoder(function, &encode));
     const auto bytes = static_cast<cuuint64_t>(element_bytes);
     const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(shape.columns), static_cast<cuuint64_t>(shape.rows),
