@@ -19,7 +19,7 @@ from ..errors import CudaError
 from . import cuda
 
 _MOST = 512  # plans a thread keeps
-_ALIGNMENT = 16  # of every address in a plan
+_ALIGNMENT, _APART = 16, 256  # of every address in a plan; of temporary arrays from one another
 _local = threading.local()
 
 
@@ -150,7 +150,10 @@ class Plan:
         place = SimpleNamespace(device=getattr(result.owner, "device", None))  # not the array: it is let go
         self.like = SimpleNamespace(owner=place, device=result.device)
         made = [x for x in tape.made if x is not result]
-        self.made = [(x.shape, x.dtype) for x in made]
+        self.offsets, self.size = [], 0  # all temporary memory is one array: an allocation costs 2 us
+        for x in made:
+            self.offsets.append(self.size)
+            self.size += -(-x.nbytes // _APART) * _APART
         sources = [*inputs, result, *made]
         spans = [x.span() for x in sources]
 
@@ -188,11 +191,10 @@ class Plan:
             out = framework.empty(self.shape, self.dtype, like)
             address = framework.address(out)
         addresses.append(address)
-        held = []
-        for shape, dtype in self.made:
-            x = framework.empty(shape, dtype, like)
-            held.append(x)
-            addresses.append(framework.address(x))
+        if self.size:
+            held = framework.empty((self.size,), "uint8", like)
+            start = framework.address(held)
+            addresses += [start + offset for offset in self.offsets]
         handle = self.streams.get(stream)
         if handle is None:
             handle = self.streams[stream] = cuda.load().ffi.cast("void*", stream)
