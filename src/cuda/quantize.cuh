@@ -130,7 +130,7 @@ FP4BF16_HD void quantize_block(const float (&x)[kB], int count, int n, const Rul
         counts[kClipped] += v > 6.0f * kClip && (s.byte != 0 || r.format != FP4BF16_NVFP4);
         uint32_t code = 0;
         if (!r.stochastic)
-            code = e2m1_code(v);
+            code = e2m1_bits(e2m1_round(v));
         else if (j < n)
             code = e2m1_random(v, random->word(element + j * step));
         out->code[j] = static_cast<uint8_t>(code | sign_bit(x[j]));

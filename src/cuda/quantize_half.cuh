@@ -218,18 +218,6 @@ FP4BF16_HD uint32_t search_full_half(const uint32_t (&y)[8], float t_top, float 
 }
 
 // ---- any multiplier: v = RN32(|x| * multiplier) in FP32
-FP4BF16_HD float e2m1_round(float v) {
-    v = fminf(v, 6.0f);
-    // 1.5 * 2^22 times the power of two under v, or one; by the exponent field.
-    const int bits = static_cast<int>(float_bits(v) & 0x7F800000u);
-#ifdef __CUDA_ARCH__
-    const float p = __int_as_float(__viaddmax_s32(bits, 0x0B400000, 0x4AC00000));
-#else
-    const float p = bits_float(bits > 0x3F800000 ? bits + 0x0B400000 : 0x4AC00000);
-#endif
-    return (v + p) - p;
-}
-
 // Of two BF16 numbers' magnitudes.
 FP4BF16_HD uint32_t round_pair(uint32_t w, float multiplier) {
     const float low = fabsf(bits_float(w << 16)), high = fabsf(bits_float(w & 0xFFFF0000u));

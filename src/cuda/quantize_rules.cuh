@@ -29,6 +29,22 @@ FP4BF16_HD float power_of_two(int e) {
 
 FP4BF16_HD bool is_finite(float v) { return (float_bits(v) & 0x7FFFFFFFu) < kInfinity; }
 
+// ---- E2M1 of a magnitude, by the rounding of an addition: e2m1_code's value, half to even, saturating
+FP4BF16_HD float e2m1_round(float v) {
+    v = fminf(v, 6.0f);
+    // 1.5 * 2^22 times the power of two under v, or one; by the exponent field.
+    const int bits = static_cast<int>(float_bits(v) & 0x7F800000u);
+#ifdef __CUDA_ARCH__
+    const float p = __int_as_float(__viaddmax_s32(bits, 0x0B400000, 0x4AC00000));
+#else
+    const float p = bits_float(bits > 0x3F800000 ? bits + 0x0B400000 : 0x4AC00000);
+#endif
+    return (v + p) - p;
+}
+
+// Code of a magnitude that is an E2M1 value: times 2^-126 it has E2M1's fields at the top of FP32's.
+FP4BF16_HD uint32_t e2m1_bits(float value) { return float_bits(value * 0x1p-126f) >> 22; }
+
 // ---- outer scales
 struct Outer {
     float encode, decode, amax;  // amax: of the group, for four-over-six
@@ -85,19 +101,19 @@ FP4BF16_HD int clip_scale(int i) { return i < 0 ? 0 : i > kTop ? kTop : i; }
 // unrolled; where not, they stay loops, for where registers matter more than time.
 
 // Squared error of the magnitudes t under scale i: T = rint(16 t / s) up to 255, Q = 16 E2M1(t / s), and
-// sum (T - Q)^2 weighted to one unit for all scales. All are integers, so that it depends on no order.
+// sum (T - Q)^2 weighted to one unit for all scales. All are integers (in FP32 under 2^24), so that it
+// depends on no order.
 template <int kB>
 FP4BF16_HD int64_t block_error(const float (&t)[kB], int count, int i) {
     const float inverse = 1.0f / scale_value(i);
-    int sum = 0;
+    float sum = 0.0f;
     for (int j = 0; j < count; ++j) {
-        const float fine = fminf(t[j] * (16.0f * inverse), 255.0f) + 0x1.8p23f;  // T in the low bits
-        const int d =
-            static_cast<int>(float_bits(fine) - 0x4B400000u) - 8 * e2m1_doubled(e2m1_code(t[j] * inverse));
+        const float fine = (fminf(t[j] * (16.0f * inverse), 255.0f) + 0x1.8p23f) - 0x1.8p23f;
+        const float d = fine - 16.0f * e2m1_round(t[j] * inverse);
         sum += d * d;
     }
     const int quarters = 4 + i % 3;
-    return static_cast<int64_t>(sum * quarters * quarters) << (2 * (i / 3));
+    return static_cast<int64_t>(static_cast<int>(sum) * quarters * quarters) << (2 * (i / 3));
 }
 
 // First and second candidate of the fast search, by where a falls in (6 s_{g-1}, 6 s_g].
@@ -167,8 +183,7 @@ FP4BF16_HD float four_over_six_error(const float (&a)[kB], int count, const Scal
                                      float bound, bool absolute) {
     float sum = 0.0f;
     for (int j = 0; j < count; ++j) {
-        const float code = 0.5f * static_cast<float>(e2m1_doubled(e2m1_code(a[j] * s.multiplier)));
-        const float d = code * s.value * o.amax / bound - a[j];
+        const float d = e2m1_round(a[j] * s.multiplier) * s.value * o.amax / bound - a[j];
         sum += absolute ? fabsf(d) : d * d;
     }
     return sum;
