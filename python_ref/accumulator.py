@@ -11,7 +11,7 @@ bit for bit, single instructions with chosen operands, products of E2M1 operands
 E5M2), products of BF16 numbers, and cuBLAS's FP8 product with and without its fast accumulation. "13 fraction
 bits, cut toward zero" is often all that is said of the FP8 sums. Two things go beyond it: the exponent of a
 product is the sum of its factors' exponents, so that 1.5 * 1.5 = 2.25 counts with 2^0 and not with 2^1, and
-the accumulator between two steps has 13 fraction bits of its own. Without the two, 78 % of the probe's results
+the accumulator between two steps has 13 fraction bits of its own. Without the two, 78 % of the results
 agree, though the errors of long products are nearly the same. That a subnormal factor counts with the
 smallest normal exponent agrees with all of these results, as its own exponent would: the probe's operands
 "subnormal beside c" tell the two apart.
