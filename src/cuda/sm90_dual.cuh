@@ -53,6 +53,9 @@ struct DualConfig {
     static_assert(kSharedBytes <= 227 * 1024, "a block has 227 KiB of shared memory");
 };
 
+// Which matrix of an operand belongs to matrix z of the batch.
+__device__ inline int batch_of(int z, int div, int mod) { return z == 0 ? 0 : z / div % mod; }
+
 template <class C>
 struct SharedStages {
     uint8_t* tiles;    // (kStages, A tile then B tile), each 1024-byte aligned
@@ -117,7 +120,7 @@ __device__ inline void produce(const DualParams& p, const SharedStages<C>& share
         p.schedule.locate(tile, &cm, &cn, &z);
         const int m = (cm * C::kClusterM + (C::kClusterM > 1 ? rank : 0)) * C::kTileM;
         const int n = (cn * C::kClusterN + (C::kClusterN > 1 ? rank : 0)) * C::kTileN;
-        const int za = z / p.a_div % p.a_mod, zb = z / p.b_div % p.b_mod;
+        const int za = batch_of(z, p.a_div, p.a_mod), zb = batch_of(z, p.b_div, p.b_mod);
         auto load = [&](const CUtensorMap* a, const CUtensorMap* b, int k, int tile_elements) {
             ptx::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
             uint64_t* full = &shared.full[ring.stage];
@@ -217,67 +220,91 @@ struct Consumer {
         held = -1;
     }
 
+    // The wgmmas of `kSteps` times 32 bytes of K of one stage; kBegin: the accumulators are begun, not added to.
+    template <bool kBegin, class Mma, int kSteps, int kAStep, int kBStep>
+    __device__ void multiply(float (&sum)[C::kAccumulators], int wave) {
+        if constexpr (kBegin) Mma::begin(sum, a(wave, 0), b(0));
+        else Mma::mma(sum, a(wave, 0), b(0));
+#pragma unroll
+        for (int i = 1; i < kSteps; ++i) Mma::mma(sum, a(wave, kAStep * i), b(kBStep * i));
+    }
+
+    template <bool kBegin>
+    __device__ void e4m3_tile(Accumulators<C>& acc) {
+        wait_full();
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int wave = 0; wave < C::kWaves; ++wave)
+            multiply<kBegin, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(acc[wave], wave);
+        ptx::wgmma_commit();
+    }
+
     // E4M3 k-tiles, sums kept by the tensor core (about 14 bits).
     __device__ void e4m3_fast(Accumulators<C>& acc, int tiles) {
-        for (int k = 0; k < tiles; ++k) {
-            wait_full();
-            ptx::wgmma_fence();
-#pragma unroll
-            for (int wave = 0; wave < C::kWaves; ++wave)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)  // 32 bytes of K each
-                    ptx::E4m3Mma<C::kTileN>::mma(acc[wave], a(wave, 2 * i), b(2 * i), 1);
-            ptx::wgmma_commit();
+        e4m3_tile<true>(acc);
+        move_on();
+        for (int k = 1; k < tiles; ++k) {
+            e4m3_tile<false>(acc);
             move_on();
         }
         drain();
     }
 
-    // E4M3 k-tiles, each summed from zero in `part` and added in FP32.
+    // E4M3 k-tiles, each summed from zero and added in FP32. What the next tile needs is waited for while this
+    // one is multiplied: the other warpgroup's wgmmas must cover all that this one does between two of its own.
     __device__ void e4m3_promoted(Accumulators<C>& acc, int tiles) {
-        for (int k = 0; k < tiles; ++k) {
-            wait_full();
+        e4m3_tile<true>(acc);  // onto nothing: needs no second sum
+        int stage = ring.stage;
+        ring.advance();
+        if (tiles > 1) wait_full();
+        ptx::wgmma_wait<0>();
+        release(stage);
+        release_storing();
+        for (int k = 1; k < tiles; ++k) {
+            stage = ring.stage;
+            ring.advance();
 #pragma unroll
             for (int wave = 0; wave < C::kWaves; ++wave) {
                 float part[C::kAccumulators];
                 ptx::wgmma_fence();
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    ptx::E4m3Mma<C::kTileN>::mma(part, a(wave, 2 * i), b(2 * i), i > 0);
+                multiply<true, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(part, wave);
                 ptx::wgmma_commit();
+                if (wave == C::kWaves - 1 && k + 1 < tiles) wait_full();
                 ptx::wgmma_wait<0>();
-                if (wave == C::kWaves - 1) release(ring.stage);
+                if (wave == C::kWaves - 1) release(stage);
 #pragma unroll
                 for (int i = 0; i < C::kAccumulators; ++i) acc[wave][i] += part[i];
             }
-            ring.advance();
-            release_storing();
         }
     }
 
-    // One BF16 k-tile of `steps` times k = 16; what lies beyond is zero and not multiplied.
-    template <int kSteps>
+    // One BF16 k-tile of `kSteps` times k = 16; what lies beyond is zero and not multiplied.
+    template <int kSteps, bool kBegin>
     __device__ void bf16_tile(Accumulators<C>& acc) {
-        constexpr int kAStep = C::kAM ? 2048 >> 4 : 2, kBStep = C::kBN ? 2048 >> 4 : 2;
         wait_full();
         ptx::wgmma_fence();
 #pragma unroll
         for (int wave = 0; wave < C::kWaves; ++wave)
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i)
-                ptx::Bf16Mma<C::kTileN, C::kAM, C::kBN>::mma(acc[wave], a(wave, kAStep * i),
-                                                             b(kBStep * i), 1);
+            multiply<kBegin, ptx::Bf16Mma<C::kTileN, C::kAM, C::kBN>, kSteps, C::kAM ? 2048 >> 4 : 2,
+                     C::kBN ? 2048 >> 4 : 2>(acc[wave], wave);
         ptx::wgmma_commit();
         move_on();
     }
 
+    // kBegin: the accumulators hold nothing yet. The copy engine fills what lies beyond k with zeros, so that a
+    // first tile may be multiplied whole.
+    template <bool kBegin>
     __device__ void bf16(Accumulators<C>& acc, int tiles, int steps) {
-        for (int k = 0; k < tiles - 1; ++k) bf16_tile<4>(acc);
+        if constexpr (kBegin) {
+            bf16_tile<4, true>(acc);
+            if (--tiles == 0) return drain();
+        }
+        for (int k = 0; k < tiles - 1; ++k) bf16_tile<4, false>(acc);
         switch (steps) {
-            case 1: bf16_tile<1>(acc); break;
-            case 2: bf16_tile<2>(acc); break;
-            case 3: bf16_tile<3>(acc); break;
-            default: bf16_tile<4>(acc);
+            case 1: bf16_tile<1, false>(acc); break;
+            case 2: bf16_tile<2, false>(acc); break;
+            case 3: bf16_tile<3, false>(acc); break;
+            default: bf16_tile<4, false>(acc);
         }
         drain();
     }
@@ -337,10 +364,10 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
         const int m = (cm * C::kClusterM + (C::kClusterM > 1 ? rank : 0)) * C::kTileM;
         const int n = (cn * C::kClusterN + (C::kClusterN > 1 ? rank : 0)) * C::kTileN;
         const int row = m + group * C::kWaves * 64 + warp * 16 + lane / 4, col = n + lane % 4 * 2;
-        Accumulators<C> acc = {};
+        Accumulators<C> acc;
         float by_row[C::kWaves][2];
-        row_scales<C>(e, row, z / p.a_div % p.a_mod, by_row);
-        columns.load(e, n, z / p.b_div % p.b_mod);
+        row_scales<C>(e, row, batch_of(z, p.a_div, p.a_mod), by_row);
+        columns.load(e, n, batch_of(z, p.b_div, p.b_mod));
         auto scale = [&] {
             if (!scaled) return;
 #pragma unroll
@@ -354,12 +381,12 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
                 scale();
             }
         }
-        if (p.k16_tiles > 0) {
-            c.bf16(acc, p.k16_tiles, p.k16_steps);
-            if (!e4m3) {
-                columns.publish(1 + group);
-                scale();
-            }
+        if (e4m3 && p.k16_tiles > 0) {
+            c.template bf16<false>(acc, p.k16_tiles, p.k16_steps);
+        } else if (p.k16_tiles > 0) {
+            c.template bf16<true>(acc, p.k16_tiles, p.k16_steps);
+            columns.publish(1 + group);
+            scale();
         }
         if (__builtin_expect(e.extra, 0))
 #pragma unroll
