@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-FORMATS = {"nvfp4_exact": 0, "nvfp4": 1, "fp8": 3}
+FORMATS = {"nvfp4_exact": 0, "nvfp4": 1, "mxfp4": 2, "fp8": 3}
+BLOCK = {"nvfp4_exact": 16, "nvfp4": 16, "mxfp4": 32, "fp8": 1}
 FULL, FAST = 0, 1
 # One row, less than a block, ragged rows and k, one to eight CTAs a cluster, many tiles a CTA.
 SHAPES = [
@@ -32,30 +33,35 @@ class Case:
     """One set of arguments, run with any rank on fresh memory."""
 
     def __init__(self, library, gpu, x, k, fmt="nvfp4_exact", search=FAST, outliers=(), tail=0, given=None,
-                 packed=True):  # fmt: skip
+                 packed=True, stochastic=False, stats=False):  # fmt: skip
         self.library, self.gpu, self.x, self.k, self.fmt, self.search = library, gpu, x, k, fmt, search
         self.outliers = np.asarray(outliers, np.int32)
         self.tail, self.given, self.packed = tail, given, packed
+        self.stochastic, self.stats = stochastic, stats
 
     def run(self, down=None):
         """(results by name, T); `down` (k, rank)."""
         gpu, (rows, stride) = self.gpu, self.x.shape
         rank = 0 if down is None else down.shape[1]
-        kp = self.k if self.fmt == "fp8" else -(-self.k // 16) * 16
+        block = BLOCK[self.fmt]
+        kp = -(-self.k // block) * block
         expanded_stride = -(-kp // 128) * 128 + self.tail
         width = rank + len(self.outliers) + self.tail
         args = self.library.ffi.new("fp4bf16_quantize_args*")
         args.rows, args.k_size, args.after, args.x_stride, args.k_stride = rows, self.k, 1, stride, 1
         args.dtype, args.format, args.search = 1, FORMATS[self.fmt], self.search
         args.mid, args.inner = 1, rows
-        shapes = {"outer_scale": ((rows,), np.uint32)}
-        if self.fmt != "nvfp4":
+        args.rounding, args.seed = int(self.stochastic), 7
+        shapes = {} if self.fmt == "mxfp4" else {"outer_scale": ((rows,), np.uint32)}
+        if self.stats:
+            shapes["sums"] = ((rows, 3), np.float64)
+        if self.fmt in ("nvfp4_exact", "fp8"):
             shapes["expanded"] = ((rows, expanded_stride), np.uint8)
             args.expanded_stride = expanded_stride
         if self.packed:
             shapes["packed"] = ((rows, kp if self.fmt == "fp8" else kp // 2), np.uint8)
         if self.packed and self.fmt != "fp8":
-            shapes["block_scale"] = ((rows, kp // 16), np.uint8)
+            shapes["block_scale"] = ((rows, kp // block), np.uint8)
         if width:
             shapes["hidden"] = ((rows, width), BF16)
             args.hidden_stride = width
@@ -106,7 +112,8 @@ class Case:
             x[:, self.outliers] = 0
             product, size = x @ down.astype(np.float64), abs(x) @ abs(down.astype(np.float64))
             error = abs(t.astype(np.float64) - product)
-            limit = 2.0**-8 * abs(product) + self.k * 2.0**-27 * size + 2.0**-133
+            # Terms under FP32's normal numbers may be lost.
+            limit = 2.0**-8 * abs(product) + self.k * (2.0**-27 * size + 2.0**-126)
             assert (error <= limit).all(), f"{np.max(error / limit)} of the limit"
         again, t2 = self.run(down)
         np.testing.assert_array_equal(t2.view(np.uint16), t.view(np.uint16))
@@ -161,6 +168,16 @@ def test_non_finite_rows(library, gpu, rng):
     finite = np.isfinite(x.astype(np.float32)).all(1)
     _, t = case.run(down)
     np.testing.assert_array_equal(np.isfinite(t.astype(np.float32)).all(1), finite)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_beside_what_the_fused_form_does_not_make(library, gpu, rng, fmt):
+    x = _data(rng, 140, 1120, 1120)
+    Case(library, gpu, x, 1120, fmt, stats=True, outliers=[3]).check(_down(rng, 1120, 64, [3]))
+    Case(library, gpu, x, 1120, fmt, stochastic=True, tail=8).check(_down(rng, 1120, 10))
+    if fmt == "mxfp4":
+        Case(library, gpu, x, 1120, fmt).check(_down(rng, 1120, 64))
 
 
 @pytest.mark.gpu
