@@ -5,13 +5,14 @@
 Needs ncu, PyTorch and a GPU. ncu empties the L2 cache before each kernel and reads the memory's own counters
 (dram__bytes_read.sum, dram__bytes_write.sum) around it. Two shapes of rank 64 with a BF16 result:
 
-- 32768 x 3072 x 768: the result (201 MB) is several times the L2 cache, so most of it must go to memory while
-  the kernel runs; a second read or write of it would nearly double the number. Held to 1.1 times.
-- 4096 x 4096 x 4096: operands that are used 16 and 32 times over. The result may still lie in the L2 cache
-  when the counter is read, so here the bytes read are held to 1.1 times the operands.
+- 32768 x 3072 x 768: the result (201 MB) is several times the L2 cache, and W stays in it, so that nothing
+  excuses a second read or write. Held to 1.1 times.
+- 4096 x 4096 x 4096: operands and result together exceed the cache and every operand is used 16 or 32 times
+  over; what is read again depends on the order of the tiles. Shown, not held.
 
-Beside each stands the same result from an FP4 product and a BF16 product added to it. Exit 1 above a limit,
-or where the dual product is not one kernel.
+What of the result still lies in the cache when the counter is read counts as written. Beside each stands the
+same result from an FP4 product and a BF16 product added to it. Exit 1 above the limit, or where the dual
+product is not one kernel.
 """
 
 from __future__ import annotations
@@ -104,11 +105,10 @@ def account(shape: tuple[int, int, int], products: list[list[dict]]) -> dict:
     row = {"shape": list(shape), "rank": RANK, "operand_bytes": operands, "result_bytes": result}
     for how, kernels in zip(HOW, products, strict=True):
         read, write = (sum(k.get(key, 0) for k in kernels) for key in ("read", "write"))
+        moved = read + max(write, result * len(kernels))  # each kernel of either way writes all of D
         row[how] = {"kernels": [k["kernel"] for k in kernels], "read": read, "write": write,
-                    "ratio": (read + write) / (operands + result), "read_ratio": read / operands}  # fmt: skip
-    kept = shape == SHAPES[1]
-    value = row["dual"]["read_ratio" if kept else "ratio"]
-    row["held"] = len(row["dual"]["kernels"]) == 1 and 0.5 < value <= LIMIT  # less is a counter that lied
+                    "ratio": moved / (operands + result)}  # fmt: skip
+    row["held"] = len(row["dual"]["kernels"]) == 1 and 0.99 < row["dual"]["ratio"] <= LIMIT
     return row
 
 
@@ -117,8 +117,7 @@ def line(row: dict) -> str:
     return (f"dual r{RANK} {'x'.join(map(str, row['shape']))}: read {dual['read'] / 1e6:.1f} MB of "
             f"{row['operand_bytes'] / 1e6:.1f}, wrote {dual['write'] / 1e6:.1f} of "
             f"{row['result_bytes'] / 1e6:.1f}; {dual['ratio']:.3f} x in {len(dual['kernels'])} kernel; "
-            f"FP4 product and BF16 product added: {separate['ratio']:.3f} x in {len(separate['kernels'])}; "
-            f"{'held' if row['held'] else 'MISSED'}")  # fmt: skip
+            f"FP4 product, BF16 product added: {separate['ratio']:.3f} x in {len(separate['kernels'])}")
 
 
 def main() -> int:
@@ -144,7 +143,8 @@ def main() -> int:
     rows = [account(shape, found[2 * i : 2 * i + 2]) for i, shape in enumerate(SHAPES)]
     for row in rows:
         print(line(row))
-    held = all(row["held"] for row in rows)
+    held = rows[0]["held"]
+    print(f"at most {LIMIT} x at {'x'.join(map(str, SHAPES[0]))}: {'held' if held else 'MISSED'}")
     record.write_json(options.json, {"machine": about, "limit": LIMIT, "held": held, "rows": rows})
     return 0 if held else 1
 

@@ -90,6 +90,8 @@ def test_goals_are_held_or_missed_as_the_rows_say():
     assert all(g["held"] for g in held.values()), {k: g for k, g in held.items() if not g["held"]}
     assert not any(g["held"] for g in missed.values()), {k: g for k, g in missed.items() if g["held"]}
     assert not any(g["held"] for g in absent.values()) and {g["measured"] for g in absent.values()} == {None}
+    wrong = goals.results([r | {"wrong": r["track"] == "fp4 fast"} for r in _rows(1.01)])
+    assert {k for k, g in wrong.items() if not g["held"]} == {k for k in wrong if k.startswith("fp4 fast")}
     for part in ("bf16 16384x4608x1152", "fp4 32768x3072x768: x cuBLAS FP8", "dual r64", "mxfp4", "overhead"):
         assert any(part in key for key in held)
     json.dumps(held, allow_nan=False)
@@ -140,6 +142,11 @@ def test_lines_show_error_and_rate_or_why_there_is_none():
     refused = timing.Arm("x", None, note="ValueError: no")
     assert record.line(record.row("matmul", (1, 2, 3), refused, 1.0)).endswith("| ValueError: no")
     json.dumps(record.row("matmul", (1, 2, 3), refused, None), allow_nan=False)
+    for error in (math.inf, 0.02):
+        arm.kernel_error = error
+        r = record.row("matmul", (1, 2, 3), arm, None)
+        assert r["wrong"] and record.line(r).endswith("| WRONG RESULT")
+        json.dumps(r, allow_nan=False)
 
 
 # ---- timing

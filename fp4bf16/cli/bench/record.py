@@ -22,6 +22,7 @@ from ...backends.threads import num_threads
 from .timing import Arm
 
 ROOT = cuda.PACKAGE.parent  # of a checkout
+WRONG_ABOVE = 1e-2  # relative error of a product of the operands as an arm gets them, rounded to BF16
 SHARED = ("gpu", "cpu", "driver", "torch", "torch_cuda", "triton", "numpy", "fp4bf16", "sources", "commit",
           "date")  # fmt: skip
 
@@ -92,14 +93,18 @@ def nvidia_smi(query: str) -> str | None:
 def row(op: str, shape: tuple[int, ...], arm: Arm, yardstick: float | None) -> dict[str, Any]:
     """One arm's result; numbers that there are none of are None."""
     us, known = arm.median * 1e6, bool(arm.seconds)
-    number = lambda x: None if x is None or math.isnan(x) else x  # noqa: E731
+    number = lambda x: x if x is not None and math.isfinite(x) else None  # noqa: E731
+    limit = WRONG_ABOVE if op == "matmul" else 0.0
+    wrong = arm.kernel_error is not None and arm.kernel_error > limit
+    note = "; ".join(filter(None, ("WRONG RESULT" if wrong else "", arm.note)))
     return {
         "op": op, "shape": list(shape), "track": arm.name, "us": number(us),
         "us_p20": number(arm.share(0.2) * 1e6), "us_p80": number(arm.share(0.8) * 1e6),
         "tflop_s": arm.flops / us / 1e6 if known and arm.flops else None,
         "gb_s": arm.nbytes / us / 1e3 if known and arm.nbytes else None,
         "x_cublas": yardstick / us if known and yardstick else None,
-        "error": number(arm.error), "kernel_error": number(arm.kernel_error), "note": arm.note,
+        "error": number(arm.error), "kernel_error": number(arm.kernel_error), "note": note,
+        "wrong": wrong,
     }  # fmt: skip
 
 
