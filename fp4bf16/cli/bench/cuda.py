@@ -59,12 +59,12 @@ def run(options: Any) -> tuple[dict[str, Any], list[dict], dict[str, dict[str, A
     return report, rows, goals.results(rows)
 
 
-def _measured(torch: Any, op: str, shape: tuple[int, ...], arms: list, rounds: int, peer: str) -> list[dict]:
+def _measured(torch: Any, op: str, shape: tuple[int, ...], arms: list, rounds: int) -> list[dict]:
     for arm in arms:
         clock.prepare(torch, arm)
     clock.measure(torch, arms, rounds)
     state = [record.nvidia_smi(q) for q in ("clocks.sm", "power.draw", "temperature.gpu")]
-    base = next((arm.median for arm in arms if arm.name == peer and arm.seconds), None)
+    base = next((arm.median for arm in arms if arm.name == YARDSTICK and arm.seconds), None)
     rows = [record.row(op, shape, arm, None if base is None else base * 1e6) for arm in arms]
     for r in rows:
         r["gpu_state"] = ", ".join(filter(None, state))
@@ -85,20 +85,19 @@ def products(torch: Any, raw: Raw, shape, rounds: int, l2: int, options: Any) ->
     made = Arms(torch, raw, operand_sets(torch, raw, shape, l2))
     square = shape == goals.CUBE4 or bool(options.shapes)
     triton = options.triton and shape in (goals.CUBE4, goals.CUBE8)
-    rows = _measured(torch, "matmul", shape, made.all(dual=square, triton=triton), rounds, YARDSTICK)
+    rows = _measured(torch, "matmul", shape, made.all(dual=square, triton=triton), rounds)
     del made
     _let_go(torch)
     return rows
 
 
 def quantisers(torch: Any, raw: Raw, rows: int, k: int, rounds: int, l2: int) -> list[dict]:
-    """Rows of quantising BF16 (rows, k); ``x_cublas`` is the share of the copy's rate there."""
+    """Rows of quantising BF16 (rows, k); ``x_copy`` is the share of the copy's rate."""
     arms = quantise_arms(torch, raw, rows, k, l2, with_t=True)
-    found = _measured(torch, "quantize", (rows, k), arms, rounds, COPY)
+    found = _measured(torch, "quantize", (rows, k), arms, rounds)
     copy = next((r["gb_s"] for r in found if r["track"] == COPY), None)
     for r in found:
         r["x_copy"] = r["gb_s"] / copy if r["gb_s"] and copy else None
-        r["x_cublas"] = None
     shares = ", ".join(f"{r['track']} {r['x_copy']:.0%}" for r in found if r["x_copy"] and r["track"] != COPY)
     print(f"of the copy's rate, bytes in and out: {shares}")
     del arms
