@@ -463,7 +463,10 @@ def planned(op: str, operands: tuple, out: Any, options: tuple, long: Callable[[
 
 def _planning(found: tape.Plans, key: tuple, operands: tuple, out: Any, long: Callable[[], Any]) -> Any:
     """What `long` gives, leaving a plan."""
-    arrays = [device.operand(p, "operand") for x in operands if x is not None for p in _parts(x)]
+    try:
+        arrays = [device.operand(p, "operand") for x in operands if x is not None for p in _parts(x)]
+    except TypeError:
+        return long()  # which says what is wrong
     with tape.Tape() as recorded:
         result = long()
     if recorded.whole and recorded.launches:

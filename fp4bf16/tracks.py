@@ -46,7 +46,7 @@ def tracks(track: str | None) -> Iterator[None]:
 def resolve_track(track: str | None, default: str) -> str:
     """The track of one call: ``with tracks()``, else ``FP4BF16_TRACK``, else the argument, else `default`."""
     chosen = _override.get()
-    if chosen is None and (named := os.environ.get("FP4BF16_TRACK")):
+    if chosen is None and "FP4BF16_TRACK" in os.environ and (named := os.environ["FP4BF16_TRACK"]):
         return check_track(named, "FP4BF16_TRACK")
     chosen = track if chosen is None else chosen
     return default if chosen is None else check_track(chosen)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from .. import device
+from ..adapters import contiguous_strides
 from ..device import DeviceArray
 from ..errors import CudaError
 from . import cuda
@@ -142,6 +144,14 @@ class _Launch:
         return self.function(*args)
 
 
+def _maker(framework: Any, shape: tuple[int, ...], dtype: str, like: Any) -> Callable[[], Any]:
+    """A function that makes such an array; of PyTorch's functions the one that is called fastest."""
+    if framework.name == "torch":
+        strides, kind = contiguous_strides(shape), framework.dtypes[dtype]
+        return partial(framework.torch.empty_strided, shape, strides, dtype=kind, device=like.owner.device)
+    return lambda: framework.empty(shape, dtype, like)
+
+
 class Plan:
     """The launches of one call, its temporary memory, and where its operands may not meet its result."""
 
@@ -171,10 +181,12 @@ class Plan:
         aligned = all(x % _ALIGNMENT == 0 and x for x in bases)
         self.usable = tape.whole and aligned and all(x.complete for x in self.launches)
         self.streams: dict[int, Any] = {}
+        framework = device._FRAMEWORKS[result.framework]
+        self.make_result = _maker(framework, self.shape, self.dtype, self.like)
+        self.make_temporary = _maker(framework, (self.size,), "uint8", self.like)
 
     def run(self, addresses: list[int], out: Any, framework: Any, stream: int) -> Any:
         """The result; None where the long way is needed after all. `addresses`: of the inputs."""
-        like = self.like
         bits = 0
         for address in addresses:
             if not address:
@@ -188,11 +200,11 @@ class Plan:
         if bits % _ALIGNMENT:
             return None
         if not self.given:
-            out = framework.empty(self.shape, self.dtype, like)
+            out = self.make_result()
             address = framework.address(out)
         addresses.append(address)
         if self.size:
-            held = framework.empty((self.size,), "uint8", like)
+            held = self.make_temporary()
             start = framework.address(held)
             addresses += [start + offset for offset in self.offsets]
         handle = self.streams.get(stream)
