@@ -225,11 +225,7 @@ __device__ inline void begin(Shared<kRank>& s, const Work& w) {
             ptx::barrier_init(&s.x_full[i], 1);
             ptx::barrier_init(&s.x_empty[i], kQuantWarps / kGroups);
         }
-#pragma unroll 1
-        for (int i = 0; i < S::kDownSlots; ++i) {
-            ptx::barrier_init(&s.down_full[i], 1);
-            ptx::barrier_init(&s.down_empty[i], kMathWarps);
-        }
+        ptx::barrier_init(&s.down_full, 1);
         for (int i = 0; i < 2; ++i) {
             ptx::barrier_init(&s.amax_full[i], 1);
             ptx::barrier_init(&s.amax_read[i], kQuantWarps);
@@ -238,7 +234,7 @@ __device__ inline void begin(Shared<kRank>& s, const Work& w) {
         ptx::barrier_init(&s.partial_free, w.ctas);
         ptx::fence_barrier_init();
     }
-    if (w.args.outliers > 0 && threadIdx.x <= kMostBoxes) {  // first index at or behind the box
+    if (w.args.outliers > 0 && threadIdx.x <= S::kMostBoxes) {  // first index at or behind the box
         const int64_t column = int64_t{Part(w).first + static_cast<int>(threadIdx.x)} * kColumns;
         int64_t low = 0, high = w.args.outliers;
         while (low < high) {
@@ -269,7 +265,7 @@ __global__ void __launch_bounds__(kCtaThreads, 1)
     } else if (warp < kMathWarps + 4) {
         ptx::give_registers<kCopyRegisters>();
         if (threadIdx.x == 32 * kMathWarps) copy_x<kRank>(s, x_map, w, Part(w));
-        if (threadIdx.x == 32 * (kMathWarps + 1)) copy_down<kRank>(s, down_map, w, Part(w));
+        if (threadIdx.x == 32 * (kMathWarps + 1)) copy_down<kRank>(s, down_map, Part(w));
     } else {
         if (kGroups == 2) ptx::take_registers<kQuantRegisters>();  // of three, each keeps what it has
         quantise<kRank, Rules>(s, w, Part(w));
@@ -284,10 +280,14 @@ constexpr int kDevices = 64;
 
 int64_t boxes_of(const fp4bf16_quantize_args& a) { return ceil_div(a.k_size, kColumns); }
 
-// CTAs of a cluster: by k alone, so that the order of summation does not depend on the rows.
-uint32_t ctas_for(int64_t boxes) {
+int most_boxes(const fp4bf16_quantize_args& a) {
+    return a.rank <= 64 ? Shared<64>::kMostBoxes : Shared<128>::kMostBoxes;
+}
+
+// CTAs of a cluster: by k and rank alone, so that the order of summation does not depend on the rows.
+uint32_t ctas_for(const fp4bf16_quantize_args& a) {
     uint32_t ctas = 1;
-    while (ctas * kMostBoxes < boxes) ctas *= 2;
+    while (ctas * most_boxes(a) < boxes_of(a)) ctas *= 2;
     return ctas;
 }
 
@@ -301,6 +301,8 @@ fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap
     int device = 0;
     FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "quantize"));
     FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                            "quantize"));
+    FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                             "quantize"));
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -335,8 +337,7 @@ fp4bf16_status launch_on(const fp4bf16_quantize_args& a, cudaStream_t stream) {
     w.scale_end = end(a.format == FP4BF16_FP8 ? nullptr : a.block_scale, w.kp);
     w.tiles = static_cast<int>(ceil_div(a.rows, kRows));
     w.boxes = static_cast<int>(boxes_of(a));
-    w.ctas = ctas_for(w.boxes);
-    w.cta_boxes = static_cast<int>(ceil_div(w.boxes, w.ctas));
+    w.ctas = ctas_for(a);
     const int rank = a.rank <= 64 ? 64 : 128;
     CUtensorMap x_map, down_map;
     FP4BF16_TRY(make_tensor_map("quantize", "x", a.x, 2,
@@ -364,7 +365,7 @@ bool stores_fit(const fp4bf16_quantize_args& a) {
 bool branch_multiplies(const fp4bf16_quantize_args& a) {
     int major = 0, minor = 0;
     return a.rank >= 1 && a.rank <= 128 && a.dtype == FP4BF16_BFLOAT16 && a.rows > 0 &&
-           a.rows < INT32_MAX - kRows && a.k_size > 0 && boxes_of(a) <= kMostBoxes * kMostCtas &&
+           a.rows < INT32_MAX - kRows && a.k_size > 0 && boxes_of(a) <= most_boxes(a) * kMostCtas &&
            a.after == 1 && a.k_stride == 1 && a.x_stride % 8 == 0 && aligned(a.x, 16) &&
            a.down_stride % 8 == 0 && aligned(a.down_t, 16) &&
            compute_capability("quantize", &major, &minor) == FP4BF16_OK && major == 9 && minor == 0;

@@ -1,12 +1,11 @@
 // The quantiser that also multiplies: x (rows, k) BF16 is read once and leaves as FP4 (or E4M3) and as
 // T = x D, D (k, rank) being the down projection of a low-rank branch.
 //
-// A cluster of CTAs takes 64 rows at a time, each CTA a fixed range of at most 16 * 64 columns. In a CTA
-//     warp 4      copies boxes of 64 x 64 elements of x into a ring of shared memory,
-//     warp 5      copies the matching slices of D^T, (rank, 64), into another,
+// A cluster of CTAs takes 64 rows at a time, each CTA a fixed range of at most 8 * 64 columns, whose slices
+// of D^T it keeps in shared memory. In a CTA
+//     warp 4      copies boxes of 64 x 64 elements of x into a ring of shared memory (warp 5: D^T, once),
 //     warps 0..3  multiply each box by its slice and meanwhile take the amax of its rows; after a tile they
-//                 send the amax to every CTA of the cluster and partial sums of T to the CTA that adds them
-//                 up,
+//                 send the amax to every CTA and partial sums of T to the CTA that adds them up,
 //     warps 8..   quantise the boxes, once the amax of the whole row is known, and free them,
 // so that the former run up to a tile ahead of the latter, which seldom wait. Warps 6, 7 only give registers.
 #pragma once
@@ -22,7 +21,7 @@ namespace fp4bf16::branch {
 
 constexpr int kRows = 64, kColumns = 64;  // of a box
 constexpr int kBoxBytes = kRows * kColumns * 2;
-constexpr int kMostBoxes = 16, kMostCtas = 8;  // boxes of a tile in a CTA, CTAs of a cluster
+constexpr int kMostCtas = 16;  // of a cluster; more than 8 are not portable, but every H100 and H200 has them
 #ifndef FP4BF16_BRANCH_GROUPS
 #define FP4BF16_BRANCH_GROUPS 2
 #endif
@@ -36,15 +35,15 @@ static_assert(4 * kMathRegisters + kQuantWarps * kQuantRegisters + 4 * kCopyRegi
 
 template <int kRank>
 struct Shared {
-    static constexpr int kSlots = kRank <= 64 ? 22 : 17;
-    static constexpr int kDownSlots = 3;
+    static constexpr int kSlots = kRank <= 64 ? 16 : 14;
+    static constexpr int kMostBoxes = kRank <= 64 ? 8 : 4;  // of a tile in a CTA
     static constexpr int kPitch = kRank + 8;  // floats; keeps the rows of a fragment in different banks
 
     alignas(1024) uint8_t x[kSlots][kBoxBytes];           // (64, 64) BF16, 128-byte swizzle
-    alignas(1024) uint8_t down[kDownSlots][kRank * 128];  // (rank, 64) BF16, 128-byte swizzle
+    alignas(1024) uint8_t down[kMostBoxes][kRank * 128];  // (rank, 64) BF16, 128-byte swizzle
     float partial[kRows * kPitch];       // (CTAs, 64 / CTAs, rank): T of my rows, from every CTA
     uint32_t amax[2][kMostCtas][kRows];  // FP32 bits
-    uint64_t x_full[kSlots], x_empty[kSlots], down_full[kDownSlots], down_empty[kDownSlots];
+    uint64_t x_full[kSlots], x_empty[kSlots], down_full;
     uint64_t amax_full[2], amax_read[2], partial_full, partial_free;
     int first_outlier[kMostBoxes + 1];  // of a box: index into outlier_index
 };
@@ -54,7 +53,7 @@ struct Work {
     fp4bf16_quantize_args args;
     int64_t kp;                                    // k_size padded to blocks
     uint32_t expanded_end, packed_end, scale_end;  // columns of a row that are stored; 0: none
-    int tiles, boxes, cta_boxes;                   // of 64 rows; of a tile, in all and in a CTA
+    int tiles, boxes;                              // of 64 rows; of a tile
     uint32_t ctas;                                 // of a cluster
 };
 
@@ -65,8 +64,8 @@ struct Part {
     int tile, step;    // its first tile, and from one to the next
 
     __device__ explicit Part(const Work& w) : rank(ptx::cluster_rank()) {
-        first = static_cast<int>(rank) * w.cta_boxes;
-        boxes = min(w.cta_boxes, w.boxes - first);
+        first = w.boxes * static_cast<int>(rank) / static_cast<int>(w.ctas);
+        boxes = w.boxes * static_cast<int>(rank + 1) / static_cast<int>(w.ctas) - first;
         tile = static_cast<int>(blockIdx.x / w.ctas);
         step = static_cast<int>(gridDim.x / w.ctas);
     }
@@ -164,17 +163,11 @@ __device__ inline void copy_x(Shared<kRank>& s, const CUtensorMap& map, const Wo
 }
 
 template <int kRank>
-__device__ inline void copy_down(Shared<kRank>& s, const CUtensorMap& map, const Work& w, const Part& part) {
-    Ring<Shared<kRank>::kDownSlots> ring;
-    for (int tile = part.tile; tile < w.tiles; tile += part.step) {
+__device__ inline void copy_down(Shared<kRank>& s, const CUtensorMap& map, const Part& part) {
+    ptx::barrier_arrive_expect_bytes(&s.down_full, part.boxes * kRank * 128);
 #pragma unroll 1
-        for (int b = 0; b < part.boxes; ++b, ring.next()) {
-            ptx::barrier_wait(&s.down_empty[ring.slot], ring.parity ^ 1);
-            ptx::barrier_arrive_expect_bytes(&s.down_full[ring.slot], kRank * 128);
-            ptx::copy_box(s.down[ring.slot], &map, &s.down_full[ring.slot], (part.first + b) * kColumns, 0,
-                          0);
-        }
-    }
+    for (int b = 0; b < part.boxes; ++b)
+        ptx::copy_box(s.down[b], &map, &s.down_full, (part.first + b) * kColumns, 0, 0);
 }
 
 // ---- the multiplying warps
@@ -208,9 +201,9 @@ __device__ inline void send_amax(Shared<kRank>& s, const Work& w, const Part& pa
         ptx::barrier_wait(&s.amax_full[now ^ 1], (n - 1) / 2 & 1);
     }
     if (threadIdx.x == 0) ptx::barrier_arrive_expect_bytes(&s.amax_full[now], w.ctas * kRows * 4);
-    if (first < w.ctas) {
-        const uint32_t to = address_at(&s.amax[now][part.rank][row], first);
-        const uint32_t barrier = address_at(&s.amax_full[now], first);
+    for (uint32_t c = first; c < w.ctas; c += 8) {
+        const uint32_t to = address_at(&s.amax[now][part.rank][row], c);
+        const uint32_t barrier = address_at(&s.amax_full[now], c);
         for (uint32_t j = 0; j < 4; ++j) store_at(to + 16 * 4 * j, amax[j] << 16, barrier);
     }
 }
@@ -295,22 +288,21 @@ template <int kRank>
 __device__ inline void multiply(Shared<kRank>& s, const Work& w, const Part& part) {
     using S = Shared<kRank>;
     Ring<S::kSlots> ring;
-    Ring<S::kDownSlots> down;
     float d[kRank / 64][32];  // (64, rank) over the warpgroup
     uint32_t n = 0;
+    ptx::barrier_wait(&s.down_full, 0);
     for (int tile = part.tile; tile < w.tiles; tile += part.step, ++n) {
         const uint32_t first_slot = ring.slot;
         uint32_t most[4] = {};
 #pragma unroll 1
-        for (int b = 0; b < part.boxes; ++b, ring.next(), down.next()) {
+        for (int b = 0; b < part.boxes; ++b, ring.next()) {
             ptx::barrier_wait(&s.x_full[ring.slot], ring.parity);
             if (w.args.outliers > 0 && s.first_outlier[b] < s.first_outlier[b + 1])
                 take_outliers(s.x[ring.slot], w, int64_t{tile} * kRows, (part.first + b) * kColumns,
                               s.first_outlier[b], s.first_outlier[b + 1]);
-            ptx::barrier_wait(&s.down_full[down.slot], down.parity);
             ptx::wgmma_fence();
             const uint64_t x = ptx::wgmma_descriptor(ptx::shared_address(s.x[ring.slot]), 1024);
-            const uint64_t y = ptx::wgmma_descriptor(ptx::shared_address(s.down[down.slot]), 1024);
+            const uint64_t y = ptx::wgmma_descriptor(ptx::shared_address(s.down[b]), 1024);
 #pragma unroll
             for (uint32_t k = 0; k < 4; ++k)  // 16 columns, 32 bytes each
 #pragma unroll
@@ -320,7 +312,6 @@ __device__ inline void multiply(Shared<kRank>& s, const Work& w, const Part& par
             __syncwarp();  // or the compiler puts between the products what shall run beside them
             add_magnitudes(most, s.x[ring.slot]);
             ptx::wgmma_wait<0>();
-            if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&s.down_empty[down.slot]);
             if (n > 0 && b == min(2, part.boxes - 1))
                 take_partial(s, w, part, n - 1);  // they have come by now
         }
