@@ -216,7 +216,9 @@ def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
     for name in kwargs:
         if name not in names:
             raise TypeError(f"linear: unexpected argument {name!r}{nearest(name, names)}")
-    rest = [kwargs.get(name) for name in names[:-1]] + [kwargs.get("accumulate", "promoted")]
+    rest = [None] * (len(names) - 1) + ["promoted"]
+    if kwargs:
+        rest = [kwargs.get(name, default) for name, default in zip(names, rest, strict=True)]
     track, activation, residual, certify, out, stream, *options = rest
 
     def run():
