@@ -181,24 +181,25 @@ class Plan:
         aligned = all(x % _ALIGNMENT == 0 and x for x in bases)
         self.usable = tape.whole and aligned and all(x.complete for x in self.launches)
         self.streams: dict[int, Any] = {}
+        self.last: tuple[int, ...] | None = None  # addresses that were found to be aligned and apart
         framework = device._FRAMEWORKS[result.framework]
         self.make_result = _maker(framework, self.shape, self.dtype, self.like)
         self.make_temporary = _maker(framework, (self.size,), "uint8", self.like)
 
     def run(self, addresses: list[int], out: Any, framework: Any, stream: int) -> Any:
         """The result; None where the long way is needed after all. `addresses`: of the inputs."""
-        bits = 0
-        for address in addresses:
-            if not address:
-                return None
-            bits |= address
         if self.given:
             address = framework.address(out)
-            if self._meets(address, addresses):
+            state = (*addresses, address)
+        else:
+            state = tuple(addresses)
+        if state != self.last:  # else these very addresses were looked at before
+            bits = 0
+            for at in state:
+                bits |= at
+            if 0 in state or bits % _ALIGNMENT or (self.given and self._meets(address, addresses)):
                 return None
-            bits |= address
-        if bits % _ALIGNMENT:
-            return None
+            self.last = state
         if not self.given:
             out = self.make_result()
             address = framework.address(out)
