@@ -182,5 +182,6 @@ def test_beside_what_the_fused_form_does_not_make(library, gpu, rng, fmt):
 
 @pytest.mark.gpu
 def test_what_the_fast_form_does_not_take(library, gpu, rng):
-    for rows, k, rank in [(33, 9000, 8), (40, 4200, 72), (5, 65, 4)]:  # too long; rows that are not 16-byte aligned
+    # Too long, and rows that are not 16-byte aligned.
+    for rows, k, rank in [(33, 9000, 8), (40, 4200, 72), (5, 65, 4)]:
         Case(library, gpu, _data(rng, rows, k, k), k).check(_down(rng, k, rank))
