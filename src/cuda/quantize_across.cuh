@@ -4,7 +4,7 @@
 // and gathered from shared memory. Outer scales come from a pass of their own.
 #pragma once
 
-#include "quantize_fast.cuh"
+#include "quantize_stream.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -110,12 +110,12 @@ template <Kind kKind>
 void launch(const QuantizeJob& job, cudaStream_t stream) {
     if (job.a.after > 1) return launch_across<kKind>(job, stream);
     const int64_t blocks = job.a.k_size / 16;
-    if (blocks <= 64)
-        launch<kKind, 32, 2>(job, stream);
-    else if (blocks <= 256)
-        launch<kKind, 256, 1>(job, stream);
-    else
+    if (blocks == 0 || blocks > kMostHeld * 256)
         launch<kKind, 256, 2>(job, stream);
+    else if (blocks <= kMostHeld * 32)
+        launch_stream<kKind, 32>(job, stream);
+    else
+        launch_stream<kKind, 256>(job, stream);
 }
 
 }  // namespace

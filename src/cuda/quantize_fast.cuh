@@ -221,7 +221,7 @@ __device__ inline bool do_block(const QuantizeJob& job, const Outer& o, uint32_t
     if (kStats) {
         float code[16];
         unpack_codes(q, code);
-        const float limit = kKind == kTe && r.byte == 0 ? kFloatMax : 6.0f * kClip;
+        const float limit = kKind == kTe && r.byte == 0 ? bits_float(kInfinity) : 6.0f * kClip;
         add_stats(w, code, r.value, r.first, r.multiplier, limit, o, totals);
     }
     store_codes<kKind>(row, b, w, q, r.byte);
@@ -313,9 +313,9 @@ __device__ inline void store_totals(const QuantizeJob& job, const Totals& totals
 }
 
 template <Kind kKind, int kLanes, int kHeld, bool kStats>
-__global__ void __launch_bounds__(kThreads, kStats                ? 2
-                                            : kKind <= kExactFast ? 3
-                                                                  : 4)
+__global__ void __launch_bounds__(kThreads, kStats || kKind == kExactFull ? 2
+                                            : kKind == kExactFast         ? 3
+                                                                          : 4)
     fast_kernel(const __grid_constant__ QuantizeJob job) {
     constexpr int kSpan = kLanes * kHeld;  // blocks of a row that its threads hold
     const int lane = threadIdx.x % kLanes;
