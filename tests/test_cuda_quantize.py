@@ -199,6 +199,20 @@ def test_every_bfloat16(library, gpu, rng, fmt, search):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fmt, search", [("nvfp4_exact", "full"), ("nvfp4_exact", "fast"), ("nvfp4", "full"),
+                                         ("mxfp4", "full"), ("fp8", "full")])  # fmt: skip
+@pytest.mark.parametrize("rows, k", [(5000, 96), (1100, 2048), (3, 8192), (3, 12288)])
+def test_more_rows_than_thread_blocks(library, gpu, rng, fmt, search, rows, k):
+    """Thread blocks that stay for several rows, rows of one to three blocks a thread."""
+    x = data(rng, rows, k, BF16)
+    want = quantize(x.astype(np.float32), fmt, outer=None if fmt == "mxfp4" else "row", search=search)
+    cpu = cpu_quantize.quantize_rows(x, fmt, None, None, search)
+    check(Call(library, gpu, x, fmt, None, search).run(), want, cpu=cpu)
+    check(Call(library, gpu, x, fmt, None, search, stats=False).run(), want)
+    gpu.free()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("search", ["full", "fast"])
 def test_search_on_blocks_near_ties(library, gpu, rng, search):
     """Blocks whose elements lie on and around the midpoints of their scales."""
