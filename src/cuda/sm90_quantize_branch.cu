@@ -291,10 +291,11 @@ uint32_t ctas_for(const fp4bf16_quantize_args& a) {
     return ctas;
 }
 
+// A launch without its grid, and how many clusters of it run at once; 0: this GPU has no room for one.
 template <int kRank, typename Rules>
-fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap& down_map,
-                      cudaStream_t stream) {
-    static int known[kDevices][kMostCtas + 1] = {};  // clusters that run at once
+fp4bf16_status configure(uint32_t ctas, cudaLaunchConfig_t* config, cudaLaunchAttribute* cluster,
+                         int* active) {
+    static int known[kDevices][kMostCtas + 1] = {};  // one more than there are
     constexpr int kBytes = sizeof(Shared<kRank>);
     static_assert(kBytes <= 227 * 1024, "a CTA of sm_90 has at most 227 KB of shared memory");
     const auto kernel = branch_kernel<kRank, Rules>;
@@ -304,24 +305,42 @@ fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap
                             "quantize"));
     FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                             "quantize"));
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {w.ctas, 1, 1};
+    cluster->id = cudaLaunchAttributeClusterDimension;
+    cluster->val.clusterDim = {ctas, 1, 1};
+    config->gridDim = dim3(ctas);
+    config->blockDim = dim3(kCtaThreads);
+    config->dynamicSmemBytes = kBytes;
+    config->attrs = cluster;
+    config->numAttrs = 1;
+    if (device < kDevices && known[device][ctas] > 0) return *active = known[device][ctas] - 1, FP4BF16_OK;
+    FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(active, kernel, config), "quantize"));
+    if (device < kDevices) known[device][ctas] = *active + 1;
+    return FP4BF16_OK;
+}
+
+template <int kRank, typename Rules>
+fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap& down_map,
+                      cudaStream_t stream) {
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(w.ctas);
-    config.blockDim = dim3(kCtaThreads);
-    config.dynamicSmemBytes = kBytes;
+    cudaLaunchAttribute cluster{};
+    int active = 0;
+    FP4BF16_TRY((configure<kRank, Rules>(w.ctas, &config, &cluster, &active)));
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    int active = device < kDevices ? known[device][w.ctas] : 0;
-    if (active == 0) {
-        FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(&active, kernel, &config), "quantize"));
-        active = std::max(active, 1);
-        if (device < kDevices) known[device][w.ctas] = active;
-    }
-    config.gridDim.x = w.ctas * static_cast<unsigned>(std::min(active, w.tiles));
-    return cuda_result(cudaLaunchKernelEx(&config, kernel, x_map, down_map, w), "quantize");
+    config.gridDim.x = w.ctas * static_cast<unsigned>(std::min(std::max(active, 1), w.tiles));
+    return cuda_result(cudaLaunchKernelEx(&config, branch_kernel<kRank, Rules>, x_map, down_map, w),
+                       "quantize");
+}
+
+// Clusters of more than eight CTAs need not fit (a slice of a GPU may have fewer multiprocessors together).
+bool cluster_fits(const fp4bf16_quantize_args& a) {
+    const uint32_t ctas = ctas_for(a);
+    if (ctas <= 8) return true;
+    cudaLaunchConfig_t config{};
+    cudaLaunchAttribute cluster{};
+    int active = 0;
+    const fp4bf16_status status = a.rank <= 64 ? configure<64, NoRules>(ctas, &config, &cluster, &active)
+                                               : configure<128, NoRules>(ctas, &config, &cluster, &active);
+    return status == FP4BF16_OK && active > 0;
 }
 
 template <typename Rules>
@@ -368,7 +387,8 @@ bool branch_multiplies(const fp4bf16_quantize_args& a) {
            a.rows < INT32_MAX - kRows && a.k_size > 0 && boxes_of(a) <= most_boxes(a) * kMostCtas &&
            a.after == 1 && a.k_stride == 1 && a.x_stride % 8 == 0 && aligned(a.x, 16) &&
            a.down_stride % 8 == 0 && aligned(a.down_t, 16) &&
-           compute_capability("quantize", &major, &minor) == FP4BF16_OK && major == 9 && minor == 0;
+           compute_capability("quantize", &major, &minor) == FP4BF16_OK && major == 9 && minor == 0 &&
+           cluster_fits(a);
 }
 
 bool branch_takes(const fp4bf16_quantize_args& a) {
