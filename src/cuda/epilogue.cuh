@@ -60,7 +60,7 @@ __device__ constexpr int lower(int i) { return i % 4 / 2; }
 // mainloop, so that the epilogue waits for nothing. Two buffers in turn and one barrier a tile.
 template <int kColumns>
 struct ColumnVectors {
-    static constexpr int kEach = kColumns / 128;  // columns a thread of the warpgroup brings
+    static constexpr int kEach = (kColumns + 127) / 128;  // columns a thread of the warpgroup brings
     static constexpr int kFloats = 2 * 2 * kColumns;
 
     float* buffers;  // (2, 2, kColumns): scales, bias; of this warpgroup
@@ -74,7 +74,7 @@ struct ColumnVectors {
         for (int i = 0; i < kEach; ++i) {
             const int c = first_col + threadIdx.x % 128 + 128 * i;
             scale[i] = 1.0f, bias[i] = 0.0f;
-            if (c >= e.n) continue;
+            if (c >= e.n || (kColumns % 128 != 0 && threadIdx.x % 128 + 128 * i >= kColumns)) continue;
             if (e.col_scale != nullptr) scale[i] = __ldg(e.col_scale + zb * e.col_batch + c * e.col_step);
             if (e.bias != nullptr) bias[i] = load_as_float(e.bias, e.bias_dtype, c);
         }
@@ -86,8 +86,10 @@ struct ColumnVectors {
         float* buffer = buffers + turn * 2 * kColumns;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            buffer[threadIdx.x % 128 + 128 * i] = scale[i];
-            buffer[kColumns + threadIdx.x % 128 + 128 * i] = bias[i];
+            const int c = threadIdx.x % 128 + 128 * i;
+            if (kColumns % 128 != 0 && c >= kColumns) continue;
+            buffer[c] = scale[i];
+            buffer[kColumns + c] = bias[i];
         }
         asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
     }
@@ -157,17 +159,17 @@ __device__ inline void store_float(const Epilogue& e, const float (&acc)[kAccumu
             make_float2(acc[i], acc[i + 1]);
 }
 
-// A fragment as boxes of 64 rows and 64 columns in shared memory, rows of 128 bytes under the 128-byte swizzle.
+// Columns 64 `box` .. + 63 of a fragment, 64 rows of 128 bytes in shared memory under the 128-byte swizzle.
 template <int kDtype, int kAccumulators>
-__device__ inline void stage_fragment(const float (&acc)[kAccumulators], uint32_t memory) {
+__device__ inline void stage_box(const float (&acc)[kAccumulators], int box, uint32_t memory) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int j = 0; j < kAccumulators / 4; j += 2) {  // two n8 groups: 16 rows x 16 columns
-        uint32_t w[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = pack_pair<kDtype>(acc[4 * j + 2 * i], acc[4 * j + 2 * i + 1]);
-        const int chunk = (j % 8 + lane / 16) ^ (row % 8);
-        ptx::store_matrices(memory + j / 8 * 64 * 128 + row * 128 + chunk * 16, w[0], w[1], w[2], w[3]);
+    for (int j = 0; j < 8; j += 2) {  // two n8 groups: 16 rows x 16 columns
+        const float* v = acc + 4 * (8 * box + j);
+        const int chunk = (j + lane / 16) ^ (row % 8);
+        ptx::store_matrices(memory + row * 128 + chunk * 16, pack_pair<kDtype>(v[0], v[1]),
+                            pack_pair<kDtype>(v[2], v[3]), pack_pair<kDtype>(v[4], v[5]),
+                            pack_pair<kDtype>(v[6], v[7]));
     }
 }
 

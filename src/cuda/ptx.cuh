@@ -63,6 +63,21 @@ __device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
     barrier_wait(shared_address(barrier), parity);
 }
 
+// Whether it has ended already.
+__device__ inline bool barrier_test(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // ---- bulk tensor copies (TMA)
 __device__ inline void prefetch_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

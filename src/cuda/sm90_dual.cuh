@@ -13,7 +13,8 @@
 
 namespace fp4bf16 {
 
-constexpr int kTileBytes = 128;  // of K, in every k-tile
+constexpr int kTileBytes = 128;       // of K, in every k-tile
+constexpr int kBoxBytes = 64 * 64 * 2;  // of a result, 64 rows x 64 columns
 
 struct DualParams {
     CUtensorMap a8, b8, a16, b16, d;
@@ -47,7 +48,7 @@ struct DualConfig {
     static constexpr int kAccumulators = kTileN / 2;     // of one fragment and thread
 
     static_assert(kTileM % 128 == 0 && kTileM <= 256, "two consumer warpgroups take 64-row fragments in turn");
-    static_assert(kTileN == 64 || kTileN == 128 || kTileN == 256, "wgmma.cuh has n = 64, 128, 256");
+    static_assert(kTileN % 64 == 0 && kTileN <= 256, "wgmma.cuh has n = 64, 128, 192, 256");
     static_assert(kCluster <= 2, "a cluster shares one operand");
     static_assert((kWaves + kPromote) * kAccumulators <= 192, "accumulators must fit 232 registers");
     static_assert(kSharedBytes <= 227 * 1024, "a block has 227 KiB of shared memory");
@@ -172,9 +173,10 @@ struct Consumer {
     // The upper half of every descriptor here: atoms 1024 bytes apart, the 128-byte swizzle.
     static constexpr uint64_t kUpper = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
 
-    __device__ void wait_full() {
+    __device__ bool arrived_already() const { return ptx::barrier_test(full + 8 * ring.stage, ring.parity); }
+    __device__ void wait_full(bool arrived = false) {
         offset = uniform(kStageStep * ring.stage);
-        ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
+        if (!arrived) ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
     }
     __device__ uint64_t a(int wave, int step) const { return kUpper | (a_tile + offset + kWaveStep * wave + step); }
     __device__ uint64_t b(int step) const { return kUpper | (b_tile + offset + step); }
@@ -250,17 +252,18 @@ struct Consumer {
         drain();
     }
 
-    // E4M3 k-tiles, each summed from zero and added in FP32. What the next tile needs is waited for while this
-    // one is multiplied: the other warpgroup's wgmmas must cover all that this one does between two of its own.
+    // E4M3 k-tiles, each summed from zero and added in FP32. Whether the next tile has arrived is asked while
+    // this one is multiplied: the other warpgroup's wgmmas must cover all that this one does between two of its own.
     __device__ void e4m3_promoted(Accumulators<C>& acc, int tiles) {
         e4m3_tile<true>(acc);  // onto nothing: needs no second sum
         int stage = ring.stage;
         ring.advance();
-        if (tiles > 1) wait_full();
+        bool arrived = tiles > 1 && arrived_already();
         ptx::wgmma_wait<0>();
         release(stage);
         release_storing();
         for (int k = 1; k < tiles; ++k) {
+            wait_full(arrived);
             stage = ring.stage;
             ring.advance();
 #pragma unroll
@@ -269,7 +272,7 @@ struct Consumer {
                 ptx::wgmma_fence();
                 multiply<true, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(part, wave);
                 ptx::wgmma_commit();
-                if (wave == C::kWaves - 1 && k + 1 < tiles) wait_full();
+                if (wave == C::kWaves - 1) arrived = k + 1 < tiles && arrived_already();
                 ptx::wgmma_wait<0>();
                 if (wave == C::kWaves - 1) release(stage);
 #pragma unroll
@@ -321,31 +324,32 @@ __device__ inline void row_scales(const Epilogue& e, int row, int za, float (&sc
     }
 }
 
-// Through shared memory: fragments as boxes of 64 rows and 64 columns, which one thread hands to the copy engine.
+// Through shared memory, in boxes of 64 rows and 64 columns, which one thread hands to the copy engine.
 template <class C>
 __device__ inline void store_staged(const DualParams& p, const SharedStages<C>& shared, int stage,
                                     const Accumulators<C>& acc, int group, int m, int n, int z) {
-    constexpr int kFragmentBytes = 64 * C::kTileN * 2;
+    constexpr int kBoxes = C::kTileN / 64;  // of a fragment
     const uint32_t in_stage = uniform(ptx::shared_address(shared.a(stage)));
     const uint32_t in_own = uniform(ptx::shared_address(shared.staging)) - C::kStageBytes;
+    auto memory = [&](int wave, int i) -> uint32_t {
+        const int at = ((group * C::kWaves + wave) * kBoxes + i) * kBoxBytes;
+        return (at < C::kStageBytes ? in_stage : in_own) + at;
+    };
 #pragma unroll
-    for (int wave = 0; wave < C::kWaves; ++wave) {
-        const int at = (group * C::kWaves + wave) * kFragmentBytes;
-        const uint32_t memory = (at < C::kStageBytes ? in_stage : in_own) + at;
-        if (p.epilogue.d_dtype == FP4BF16_BFLOAT16) stage_fragment<FP4BF16_BFLOAT16>(acc[wave], memory);
-        else stage_fragment<FP4BF16_FLOAT16>(acc[wave], memory);
-    }
+    for (int wave = 0; wave < C::kWaves; ++wave)
+#pragma unroll
+        for (int i = 0; i < kBoxes; ++i) {
+            if (p.epilogue.d_dtype == FP4BF16_BFLOAT16) stage_box<FP4BF16_BFLOAT16>(acc[wave], i, memory(wave, i));
+            else stage_box<FP4BF16_FLOAT16>(acc[wave], i, memory(wave, i));
+        }
     ptx::fence_async_shared();
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
     if (threadIdx.x % 128 >= 32 || !ptx::elect()) return;
 #pragma unroll
-    for (int wave = 0; wave < C::kWaves; ++wave) {
-        const int fragment = group * C::kWaves + wave, at = fragment * kFragmentBytes;
-        const uint32_t memory = (at < C::kStageBytes ? in_stage : in_own) + at;
+    for (int wave = 0; wave < C::kWaves; ++wave)
 #pragma unroll
-        for (int i = 0; i < C::kTileN / 64; ++i)
-            ptx::store_box(&p.d, memory + 64 * 128 * i, n + 64 * i, m + 64 * fragment, z);
-    }
+        for (int i = 0; i < kBoxes; ++i)
+            ptx::store_box(&p.d, memory(wave, i), n + 64 * i, m + 64 * (group * C::kWaves + wave), z);
     ptx::store_commit();
 }
 
