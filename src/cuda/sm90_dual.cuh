@@ -54,9 +54,6 @@ struct DualConfig {
     static_assert(kSharedBytes <= 227 * 1024, "a block has 227 KiB of shared memory");
 };
 
-// Which matrix of an operand belongs to matrix z of the batch.
-__device__ inline int batch_of(int z, int div, int mod) { return z == 0 ? 0 : z / div % mod; }
-
 template <class C>
 struct SharedStages {
     uint8_t* tiles;    // (kStages, A tile then B tile), each 1024-byte aligned
@@ -113,26 +110,62 @@ __device__ inline void load_tile(uint8_t* tile, const CUtensorMap* map, uint64_t
     }
 }
 
+// Where a CTA's part of a cluster tile lies.
 template <class C>
-__device__ inline void produce(const DualParams& p, const SharedStages<C>& shared, int cluster, int clusters, int rank) {
-    Ring<C::kStages> ring;
-    for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
-        int cm, cn, z;
+struct TileCorner {
+    int m, n, z, za, zb;
+
+    __device__ TileCorner(const DualParams& p, int tile, int rank) {
+        int cm, cn;
         p.schedule.locate(tile, &cm, &cn, &z);
-        const int m = (cm * C::kClusterM + (C::kClusterM > 1 ? rank : 0)) * C::kTileM;
-        const int n = (cn * C::kClusterN + (C::kClusterN > 1 ? rank : 0)) * C::kTileN;
-        const int za = batch_of(z, p.a_div, p.a_mod), zb = batch_of(z, p.b_div, p.b_mod);
+        m = (cm * C::kClusterM + (C::kClusterM > 1 ? rank : 0)) * C::kTileM;
+        n = (cn * C::kClusterN + (C::kClusterN > 1 ? rank : 0)) * C::kTileN;
+        za = z == 0 ? 0 : z / p.a_div % p.a_mod;
+        zb = z == 0 ? 0 : z / p.b_div % p.b_mod;
+    }
+};
+
+// The ring is too short for the latency of device memory: k-tiles are brought to L2 some tiles ahead. CTAs that
+// share an operand take turns.
+template <class C>
+__device__ inline void prefetch_tile(const DualParams& p, const TileCorner<C>& at, int k, bool e4m3, int rank) {
+    if constexpr (C::kAM || C::kBN) return;
+    const int x = k * (e4m3 ? kTileBytes : kTileBytes / 2);
+    const int m = at.m + (C::kClusterN > 1 ? rank * C::kTileM / 2 : 0);  // a box is what one CTA loads
+    const int n = at.n + (C::kClusterM > 1 ? rank * C::kTileN / 2 : 0);
+    if ((at.n / C::kTileN / C::kClusterN + k) % 4 == 0) ptx::prefetch_box(e4m3 ? &p.a8 : &p.a16, x, m, at.za);
+    if ((at.m / C::kTileM / C::kClusterM + k) % 4 == 0) ptx::prefetch_box(e4m3 ? &p.b8 : &p.b16, x, n, at.zb);
+}
+
+template <class C>
+__device__ inline void produce(const DualParams& p, const SharedStages<C>& shared, int cluster, int clusters,
+                               int rank) {
+    constexpr int kAhead = 6;  // k-tiles
+    const bool e4m3 = C::kE4m3 && p.k8_tiles > 0;
+    const int main_tiles = e4m3 ? p.k8_tiles : p.k16_tiles, total = p.schedule.total();
+    Ring<C::kStages> ring;
+    for (int tile = cluster; tile < total; tile += clusters) {
+        const TileCorner<C> at(p, tile, rank), next(p, tile + clusters < total ? tile + clusters : tile, rank);
         auto load = [&](const CUtensorMap* a, const CUtensorMap* b, int k, int tile_elements) {
             ptx::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
             uint64_t* full = &shared.full[ring.stage];
             ptx::barrier_arrive_expect_bytes(full, C::kStageBytes);
-            load_tile<C::kTileM, C::kClusterN, C::kAM>(shared.a(ring.stage), a, full, k, m, za, tile_elements, rank);
-            load_tile<C::kTileN, C::kClusterM, C::kBN>(shared.b(ring.stage), b, full, k, n, zb, tile_elements, rank);
+            load_tile<C::kTileM, C::kClusterN, C::kAM>(shared.a(ring.stage), a, full, k, at.m, at.za,
+                                                       tile_elements, rank);
+            load_tile<C::kTileN, C::kClusterM, C::kBN>(shared.b(ring.stage), b, full, k, at.n, at.zb,
+                                                       tile_elements, rank);
             ring.advance();
         };
+        auto ahead = [&](int k) {
+            if (k + kAhead < main_tiles) prefetch_tile<C>(p, at, k + kAhead, e4m3, rank);
+            else prefetch_tile<C>(p, next, (k + kAhead) % main_tiles, e4m3, rank);
+        };
         if constexpr (C::kE4m3)
-            for (int k = 0; k < p.k8_tiles; ++k) load(&p.a8, &p.b8, k, 128);
-        for (int k = 0; k < p.k16_tiles; ++k) load(&p.a16, &p.b16, k, 64);
+            for (int k = 0; k < p.k8_tiles; ++k) load(&p.a8, &p.b8, k, 128), ahead(k);
+        for (int k = 0; k < p.k16_tiles; ++k) {
+            load(&p.a16, &p.b16, k, 64);
+            if (!e4m3) ahead(k);
+        }
         if (p.staged) {  // the next stage is the consumers' own
             ptx::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
             ptx::barrier_arrive(&shared.full[ring.stage]);
@@ -174,9 +207,9 @@ struct Consumer {
     static constexpr uint64_t kUpper = (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 62);
 
     __device__ bool arrived_already() const { return ptx::barrier_test(full + 8 * ring.stage, ring.parity); }
-    __device__ void wait_full(bool arrived = false) {
+    __device__ void wait_full() {
         offset = uniform(kStageStep * ring.stage);
-        if (!arrived) ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
+        ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
     }
     __device__ uint64_t a(int wave, int step) const { return kUpper | (a_tile + offset + kWaveStep * wave + step); }
     __device__ uint64_t b(int step) const { return kUpper | (b_tile + offset + step); }
@@ -222,40 +255,47 @@ struct Consumer {
         held = -1;
     }
 
-    // The wgmmas of `kSteps` times 32 bytes of K of one stage; kBegin: the accumulators are begun, not added to.
-    template <bool kBegin, class Mma, int kSteps, int kAStep, int kBStep>
+    // The wgmmas of `kSteps` times 32 bytes of K of one stage. Sums are added to (kAdd), begun in registers that
+    // held nothing (kBegin), or begun anew in registers that keep their place (kRenew).
+    enum First { kAdd, kBegin, kRenew };
+    template <First kFirst, class Mma, int kSteps, int kAStep, int kBStep>
     __device__ void multiply(float (&sum)[C::kAccumulators], int wave) {
-        if constexpr (kBegin) Mma::begin(sum, a(wave, 0), b(0));
-        else Mma::mma(sum, a(wave, 0), b(0));
+        if constexpr (kFirst == kBegin) Mma::begin(sum, a(wave, 0), b(0));
+        else Mma::mma(sum, a(wave, 0), b(0), kFirst == kAdd);
 #pragma unroll
         for (int i = 1; i < kSteps; ++i) Mma::mma(sum, a(wave, kAStep * i), b(kBStep * i));
     }
 
-    template <bool kBegin>
+    template <First kFirst>
     __device__ void e4m3_tile(Accumulators<C>& acc) {
         wait_full();
         ptx::wgmma_fence();
 #pragma unroll
         for (int wave = 0; wave < C::kWaves; ++wave)
-            multiply<kBegin, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(acc[wave], wave);
+            multiply<kFirst, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(acc[wave], wave);
         ptx::wgmma_commit();
     }
 
     // E4M3 k-tiles, sums kept by the tensor core (about 14 bits).
     __device__ void e4m3_fast(Accumulators<C>& acc, int tiles) {
-        e4m3_tile<true>(acc);
+        e4m3_tile<kBegin>(acc);
         move_on();
         for (int k = 1; k < tiles; ++k) {
-            e4m3_tile<false>(acc);
+            e4m3_tile<kAdd>(acc);
             move_on();
         }
         drain();
     }
 
-    // E4M3 k-tiles, each summed from zero and added in FP32. Whether the next tile has arrived is asked while
-    // this one is multiplied: the other warpgroup's wgmmas must cover all that this one does between two of its own.
+    // E4M3 k-tiles, each summed from zero and added in FP32. The other warpgroup's wgmmas must cover all that this
+    // one does between two of its own. So the last sum of a k-tile is added while the next tile's address is
+    // fetched, and whether that tile has arrived is asked while this one is multiplied.
     __device__ void e4m3_promoted(Accumulators<C>& acc, int tiles) {
-        e4m3_tile<true>(acc);  // onto nothing: needs no second sum
+        constexpr int kLast = C::kWaves - 1;
+        float part[C::kAccumulators];
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators; ++i) part[i] = -0.0f;  // adds nothing to any number
+        e4m3_tile<kBegin>(acc);  // onto nothing: needs no second sum
         int stage = ring.stage;
         ring.advance();
         bool arrived = tiles > 1 && arrived_already();
@@ -263,51 +303,56 @@ struct Consumer {
         release(stage);
         release_storing();
         for (int k = 1; k < tiles; ++k) {
-            wait_full(arrived);
+            offset = uniform(kStageStep * ring.stage);
+            add(acc[kLast], part);
+            if (!arrived) ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
             stage = ring.stage;
             ring.advance();
 #pragma unroll
             for (int wave = 0; wave < C::kWaves; ++wave) {
-                float part[C::kAccumulators];
                 ptx::wgmma_fence();
-                multiply<true, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(part, wave);
+                multiply<kRenew, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(part, wave);
                 ptx::wgmma_commit();
-                if (wave == C::kWaves - 1) arrived = k + 1 < tiles && arrived_already();
+                if (wave == kLast) arrived = k + 1 < tiles && arrived_already();
                 ptx::wgmma_wait<0>();
-                if (wave == C::kWaves - 1) release(stage);
-#pragma unroll
-                for (int i = 0; i < C::kAccumulators; ++i) acc[wave][i] += part[i];
+                if (wave != kLast) add(acc[wave], part);
             }
+            release(stage);
         }
+        add(acc[kLast], part);
+    }
+    __device__ static void add(float (&sum)[C::kAccumulators], const float (&part)[C::kAccumulators]) {
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators; ++i) sum[i] += part[i];
     }
 
     // One BF16 k-tile of `kSteps` times k = 16; what lies beyond is zero and not multiplied.
-    template <int kSteps, bool kBegin>
+    template <int kSteps, First kFirst>
     __device__ void bf16_tile(Accumulators<C>& acc) {
         wait_full();
         ptx::wgmma_fence();
 #pragma unroll
         for (int wave = 0; wave < C::kWaves; ++wave)
-            multiply<kBegin, ptx::Bf16Mma<C::kTileN, C::kAM, C::kBN>, kSteps, C::kAM ? 2048 >> 4 : 2,
+            multiply<kFirst, ptx::Bf16Mma<C::kTileN, C::kAM, C::kBN>, kSteps, C::kAM ? 2048 >> 4 : 2,
                      C::kBN ? 2048 >> 4 : 2>(acc[wave], wave);
         ptx::wgmma_commit();
         move_on();
     }
 
-    // kBegin: the accumulators hold nothing yet. The copy engine fills what lies beyond k with zeros, so that a
+    // kEmpty: the accumulators hold nothing yet. The copy engine fills what lies beyond k with zeros, so that a
     // first tile may be multiplied whole.
-    template <bool kBegin>
+    template <bool kEmpty>
     __device__ void bf16(Accumulators<C>& acc, int tiles, int steps) {
-        if constexpr (kBegin) {
-            bf16_tile<4, true>(acc);
+        if constexpr (kEmpty) {
+            bf16_tile<4, kBegin>(acc);
             if (--tiles == 0) return drain();
         }
-        for (int k = 0; k < tiles - 1; ++k) bf16_tile<4, false>(acc);
+        for (int k = 0; k < tiles - 1; ++k) bf16_tile<4, kAdd>(acc);
         switch (steps) {
-            case 1: bf16_tile<1, false>(acc); break;
-            case 2: bf16_tile<2, false>(acc); break;
-            case 3: bf16_tile<3, false>(acc); break;
-            default: bf16_tile<4, false>(acc);
+            case 1: bf16_tile<1, kAdd>(acc); break;
+            case 2: bf16_tile<2, kAdd>(acc); break;
+            case 3: bf16_tile<3, kAdd>(acc); break;
+            default: bf16_tile<4, kAdd>(acc);
         }
         drain();
     }
@@ -363,15 +408,12 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
     Consumer<C> c(shared, group);
     ColumnVectors<C::kTileN> columns(shared.columns + group * ColumnVectors<C::kTileN>::kFloats);
     for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
-        int cm, cn, z;
-        p.schedule.locate(tile, &cm, &cn, &z);
-        const int m = (cm * C::kClusterM + (C::kClusterM > 1 ? rank : 0)) * C::kTileM;
-        const int n = (cn * C::kClusterN + (C::kClusterN > 1 ? rank : 0)) * C::kTileN;
-        const int row = m + group * C::kWaves * 64 + warp * 16 + lane / 4, col = n + lane % 4 * 2;
+        const TileCorner<C> at(p, tile, rank);
+        const int row = at.m + group * C::kWaves * 64 + warp * 16 + lane / 4, col = at.n + lane % 4 * 2;
         Accumulators<C> acc;
         float by_row[C::kWaves][2];
-        row_scales<C>(e, row, batch_of(z, p.a_div, p.a_mod), by_row);
-        columns.load(e, n, batch_of(z, p.b_div, p.b_mod));
+        row_scales<C>(e, row, at.za, by_row);
+        columns.load(e, at.n, at.zb);
         auto scale = [&] {
             if (!scaled) return;
 #pragma unroll
@@ -395,15 +437,15 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
         if (__builtin_expect(e.extra, 0))
 #pragma unroll
             for (int wave = 0; wave < C::kWaves; ++wave)
-                finish_fragment(e, acc[wave], columns.biases(), row + 64 * wave, col, z);
+                finish_fragment(e, acc[wave], columns.biases(), row + 64 * wave, col, at.z);
         if (p.staged) {
             c.wait_full();  // the stage that the producer left out
-            store_staged<C>(p, shared, c.ring.stage, acc, group, m, n, z);
+            store_staged<C>(p, shared, c.ring.stage, acc, group, at.m, at.n, at.z);
             c.give_to_stores();
         } else {
 #pragma unroll
             for (int wave = 0; wave < C::kWaves; ++wave)
-                store_fragment(e, acc[wave], row + 64 * wave, col, z);
+                store_fragment(e, acc[wave], row + 64 * wave, col, at.z);
         }
     }
     ptx::store_wait();

@@ -3,15 +3,15 @@
 
 namespace fp4bf16 {
 
-extern const GemmConfig kFast128x256, kFast128x128, kPromoted256x128, kPromoted128x128, kBf16Mk256, kBf16Kn256,
-    kBf16Mn256, kBf16Mk128, kBf16Kn128, kBf16Mn128;
+extern const GemmConfig kPromoted256x128, kPromoted128x192, kPromoted128x128, kFast128x256, kFast128x192,
+    kFast128x128, kBf16Mk256, kBf16Kn256, kBf16Mn256, kBf16Mk128, kBf16Kn128, kBf16Mn128;
 
 namespace {
 
-// Numbered from 1. Each is taken where it fits; among those that do, `choose` prefers the earlier ones.
-const GemmConfig* const kConfigs[] = {&kPromoted256x128, &kPromoted128x128, &kFast128x256, &kFast128x128,
-                                      &kBf16Mk256,       &kBf16Kn256,       &kBf16Mn256,   &kBf16Mk128,
-                                      &kBf16Kn128,       &kBf16Mn128};
+// Numbered from 1.
+const GemmConfig* const kConfigs[] = {
+    &kPromoted256x128, &kPromoted128x192, &kPromoted128x128, &kFast128x256, &kFast128x192, &kFast128x128,
+    &kBf16Mk256,       &kBf16Kn256,       &kBf16Mn256,       &kBf16Mk128,   &kBf16Kn128,   &kBf16Mn128};
 constexpr int kCount = sizeof kConfigs / sizeof kConfigs[0];
 
 bool fits(const GemmConfig& c, const fp4bf16_gemm_args& g) {
@@ -21,14 +21,17 @@ bool fits(const GemmConfig& c, const fp4bf16_gemm_args& g) {
     return !c.promoted;
 }
 
-// Time in tiles of 128 x 128 that a configuration keeps a multiprocessor busy: waves times the size of a tile,
-// large ones for less since they read shared memory less.
+// Time of a product up to a factor: waves, times the k-tiles of one output tile and what comes between two of them
+// (measured on an H200: about 2 k-tiles of 128 x 256), times the size of a tile. Small tiles keep the tensor cores
+// waiting for shared memory; a promoted 256x128 tile waits for its additions.
 double cost(const GemmConfig& c, const fp4bf16_gemm_args& g, int multiprocessors) {
-    const int64_t tiles = ceil_div(g.m, int64_t{c.tile_m} * c.cluster_m) * ceil_div(g.n, int64_t{c.tile_n} * c.cluster_n) *
-                          g.batch_count;
-    const int64_t waves = ceil_div(tiles, multiprocessors / (c.cluster_m * c.cluster_n));
-    const double size = c.tile_m * c.tile_n / 16384.0;
-    return static_cast<double>(waves) * (size > 1 ? size : 1.25);
+    const int64_t rows = int64_t{c.tile_m} * c.cluster_m, columns = int64_t{c.tile_n} * c.cluster_n;
+    const int64_t tiles = ceil_div(g.m, rows) * ceil_div(g.n, columns) * g.batch_count;
+    const auto waves = static_cast<double>(ceil_div(tiles, multiprocessors / (c.cluster_m * c.cluster_n)));
+    const double size = c.tile_m * c.tile_n / 32768.0;
+    const auto k_tiles = static_cast<double>(ceil_div(g.k8, 128) + ceil_div(g.k16, 64));
+    const double slower = size < 0.6 ? 1.15 : c.promoted && size > 0.9 ? 1.07 : 1.0;
+    return waves * size * slower * (k_tiles + 2);
 }
 
 int choose(const fp4bf16_gemm_args& g, int multiprocessors) {
