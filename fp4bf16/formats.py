@@ -259,6 +259,7 @@ class QuantizedArray:
         view = _copy.copy(self)
         view.shape = tuple(self.shape[a] for a in axes)
         view.order = tuple(self.order[a] for a in axes)
+        view._expanded = self._expanded  # copy.copy left it out: it is not in the pickled state
         return view
 
     @property

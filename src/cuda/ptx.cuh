@@ -103,13 +103,6 @@ __device__ inline void copy_box_multicast(void* target, const CUtensorMap* map, 
         : "memory");
 }
 
-// The same box into L2 alone.
-__device__ inline void prefetch_box(const CUtensorMap* map, int32_t x, int32_t y, int32_t z) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y),
-                 "r"(z)
-                 : "memory");
-}
-
 // Box of shared memory -> global memory at (x, y, z); what lies outside the array is not written.
 __device__ inline void store_box(const CUtensorMap* map, uint32_t source, int32_t x, int32_t y, int32_t z) {
     asm volatile(

@@ -125,27 +125,12 @@ struct TileCorner {
     }
 };
 
-// The ring is too short for the latency of device memory: k-tiles are brought to L2 some tiles ahead. CTAs that
-// share an operand take turns.
-template <class C>
-__device__ inline void prefetch_tile(const DualParams& p, const TileCorner<C>& at, int k, bool e4m3, int rank) {
-    if constexpr (C::kAM || C::kBN) return;
-    const int x = k * (e4m3 ? kTileBytes : kTileBytes / 2);
-    const int m = at.m + (C::kClusterN > 1 ? rank * C::kTileM / 2 : 0);  // a box is what one CTA loads
-    const int n = at.n + (C::kClusterM > 1 ? rank * C::kTileN / 2 : 0);
-    if ((at.n / C::kTileN / C::kClusterN + k) % 4 == 0) ptx::prefetch_box(e4m3 ? &p.a8 : &p.a16, x, m, at.za);
-    if ((at.m / C::kTileM / C::kClusterM + k) % 4 == 0) ptx::prefetch_box(e4m3 ? &p.b8 : &p.b16, x, n, at.zb);
-}
-
 template <class C>
 __device__ inline void produce(const DualParams& p, const SharedStages<C>& shared, int cluster, int clusters,
                                int rank) {
-    constexpr int kAhead = 6;  // k-tiles
-    const bool e4m3 = C::kE4m3 && p.k8_tiles > 0;
-    const int main_tiles = e4m3 ? p.k8_tiles : p.k16_tiles, total = p.schedule.total();
     Ring<C::kStages> ring;
-    for (int tile = cluster; tile < total; tile += clusters) {
-        const TileCorner<C> at(p, tile, rank), next(p, tile + clusters < total ? tile + clusters : tile, rank);
+    for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
+        const TileCorner<C> at(p, tile, rank);
         auto load = [&](const CUtensorMap* a, const CUtensorMap* b, int k, int tile_elements) {
             ptx::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
             uint64_t* full = &shared.full[ring.stage];
@@ -156,16 +141,9 @@ __device__ inline void produce(const DualParams& p, const SharedStages<C>& share
                                                        tile_elements, rank);
             ring.advance();
         };
-        auto ahead = [&](int k) {
-            if (k + kAhead < main_tiles) prefetch_tile<C>(p, at, k + kAhead, e4m3, rank);
-            else prefetch_tile<C>(p, next, (k + kAhead) % main_tiles, e4m3, rank);
-        };
         if constexpr (C::kE4m3)
-            for (int k = 0; k < p.k8_tiles; ++k) load(&p.a8, &p.b8, k, 128), ahead(k);
-        for (int k = 0; k < p.k16_tiles; ++k) {
-            load(&p.a16, &p.b16, k, 64);
-            if (!e4m3) ahead(k);
-        }
+            for (int k = 0; k < p.k8_tiles; ++k) load(&p.a8, &p.b8, k, 128);
+        for (int k = 0; k < p.k16_tiles; ++k) load(&p.a16, &p.b16, k, 64);
         if (p.staged) {  // the next stage is the consumers' own
             ptx::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
             ptx::barrier_arrive(&shared.full[ring.stage]);
