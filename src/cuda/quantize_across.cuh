@@ -110,12 +110,12 @@ template <Kind kKind>
 void launch(const QuantizeJob& job, cudaStream_t stream) {
     if (job.a.after > 1) return launch_across<kKind>(job, stream);
     const int64_t blocks = job.a.k_size / 16;
-    if (blocks == 0 || blocks > kMostHeld * 256)
-        launch<kKind, 256, 2>(job, stream);
-    else if (blocks <= kMostHeld * 32)
-        launch_stream<kKind, 32>(job, stream);
+    if (blocks > 0 && blocks <= kMostHeld * kRowLanes)
+        launch_stream<kKind>(job, stream);
+    else if (blocks <= 256)
+        launch<kKind, 256, 1>(job, stream);
     else
-        launch_stream<kKind, 256>(job, stream);
+        launch<kKind, 256, 2>(job, stream);
 }
 
 }  // namespace

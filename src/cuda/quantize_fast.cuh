@@ -277,7 +277,6 @@ __device__ inline void do_special(const QuantizeJob& job, const Outer& o, int64_
 template <int kLanes>
 __device__ inline uint32_t row_max(uint32_t v) {
     v = __reduce_max_sync(0xFFFFFFFFu, v);
-    if (kLanes == 32) return v;
     __shared__ uint32_t warps[kLanes / 32];
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
     __syncthreads();

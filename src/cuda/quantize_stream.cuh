@@ -1,5 +1,6 @@
-// The fast quantiser for rows that fit into shared memory twice: thread blocks stay and take row after row,
-// the next one being copied while this one is worked on. Each thread reads but what it copied itself.
+// The fast quantiser for short rows, a warp each: thread blocks stay and take row after row, the next ones
+// being copied to shared memory while these are worked on. Each thread reads but what it copied itself.
+// Longer rows gain nothing from it.
 #pragma once
 
 #include "quantize_fast.cuh"
@@ -7,6 +8,7 @@
 namespace fp4bf16 {
 namespace {
 
+constexpr int kRowLanes = 32, kRowsAtOnce = kThreads / kRowLanes;
 // Blocks of a row that one thread takes, at most: 48 KiB of shared memory, which every GPU gives unasked.
 constexpr int kMostHeld = 3;
 constexpr int64_t stream_bytes(int held) { return int64_t{held} * 2 * 2 * 16 * kThreads; }
@@ -27,13 +29,12 @@ struct Stream {
         return v + ((buffer * held + h) * 2) * kThreads + threadIdx.x;
     }
 
-    template <int kLanes>
     __device__ void fetch(const QuantizeJob& job, int64_t row, int buffer) const {
         const auto source =
             reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) + row * job.a.x_stride);
 #pragma unroll 1
         for (int h = 0; h < held; ++h) {
-            const int b = h * kLanes + threadIdx.x % kLanes;
+            const int b = h * kRowLanes + threadIdx.x % kRowLanes;
             const uint4* from = source + (b < blocks ? 2 * b : 0);  // no address outside the row
             copy_async(at(buffer, h), from, b < blocks);
             copy_async(at(buffer, h) + kThreads, from + 1, b < blocks);
@@ -49,36 +50,19 @@ struct Stream {
     }
 };
 
-// Largest over a row's threads; `turn` alternates, so that one barrier is enough.
-template <int kLanes>
-__device__ inline uint32_t stream_max(uint32_t v, int turn) {
-    v = __reduce_max_sync(0xFFFFFFFFu, v);
-    if (kLanes == 32) return v;
-    __shared__ uint32_t warps[2][kThreads / 32];
-    if (threadIdx.x % 32 == 0) warps[turn][threadIdx.x / 32] = v;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kThreads / 32; ++i) v = max(v, warps[turn][i]);
-    return v;
-}
-
-template <Kind kKind, int kLanes, bool kStats>
-__global__ void __launch_bounds__(kThreads, kStats ? 2
-                                            : kKind == kExactFull || (kKind == kExactFast && kLanes == 32)
-                                                ? 3
-                                                : 4)
+template <Kind kKind, bool kStats>
+__global__ void __launch_bounds__(kThreads, kStats ? 2 : kKind == kExactFull || kKind == kExactFast ? 3 : 4)
     stream_kernel(const __grid_constant__ QuantizeJob job, int held) {
     extern __shared__ uint4 shared[];
-    constexpr int kRowsAtOnce = kThreads / kLanes;
-    const int lane = threadIdx.x % kLanes;
+    const int lane = threadIdx.x % kRowLanes;
     const Stream stream{shared, held, static_cast<int>(job.a.k_size / 16)};
     const int64_t step = int64_t{gridDim.x} * kRowsAtOnce;
-    int64_t row = int64_t{blockIdx.x} * kRowsAtOnce + threadIdx.x / kLanes;
-    if (row < job.a.rows) stream.fetch<kLanes>(job, row, 0);
+    int64_t row = int64_t{blockIdx.x} * kRowsAtOnce + threadIdx.x / kRowLanes;
+    if (row < job.a.rows) stream.fetch(job, row, 0);
     asm volatile("cp.async.commit_group;");
 #pragma unroll 1
     for (int turn = 0; row < job.a.rows; row += step, turn ^= 1) {
-        if (row + step < job.a.rows) stream.fetch<kLanes>(job, row + step, turn ^ 1);
+        if (row + step < job.a.rows) stream.fetch(job, row + step, turn ^ 1);
         asm volatile("cp.async.commit_group;\ncp.async.wait_group 1;" ::: "memory");
         uint32_t w[8];
         Outer o = job.outer(rule_of<kKind>(), row);
@@ -86,17 +70,17 @@ __global__ void __launch_bounds__(kThreads, kStats ? 2
             uint32_t most = 0;
 #pragma unroll 1
             for (int h = 0; h < held; ++h) {
-                const uint32_t top = stream.load(job, turn, h, h * kLanes + lane, w);
+                const uint32_t top = stream.load(job, turn, h, h * kRowLanes + lane, w);
                 most = max(most, top < 0x7F80 ? top : largest_finite(w));
             }
-            o = outer_from_amax(rule_of<kKind>(), bits_float(stream_max<kLanes>(most, turn) << 16));
+            o = outer_from_amax(rule_of<kKind>(), bits_float(__reduce_max_sync(0xFFFFFFFFu, most) << 16));
         }
         Totals totals;
         uint64_t special = 0;
         const Row results(job, row);
 #pragma unroll 1
         for (int h = 0; h < held; ++h) {
-            const int b = h * kLanes + lane;
+            const int b = h * kRowLanes + lane;
             const uint32_t top = stream.load(job, turn, h, b, w);
             bool done;
             if constexpr (kKind == kFp8)
@@ -105,26 +89,26 @@ __global__ void __launch_bounds__(kThreads, kStats ? 2
                 done = do_block<kKind, kStats>(job, o, w, top, results, b, b < stream.blocks, &totals);
             if (!done) special |= uint64_t{1} << h;
         }
-        if (special != 0) do_special<kKind, kLanes, kStats>(job, o, row, lane, special, &totals);
-        if (kStats) store_totals<kLanes>(job, totals, row);
-        store_row<__nv_bfloat16>(job, o, row, lane, kLanes);
+        if (special != 0) do_special<kKind, kRowLanes, kStats>(job, o, row, lane, special, &totals);
+        if (kStats) store_totals<kRowLanes>(job, totals, row);
+        store_row<__nv_bfloat16>(job, o, row, lane, kRowLanes);
     }
 }
 
-template <Kind kKind, int kLanes>
+template <Kind kKind>
 void launch_stream(const QuantizeJob& job, cudaStream_t stream) {
-    const int held = static_cast<int>(ceil_div(job.a.k_size / 16, kLanes));
+    const int held = static_cast<int>(ceil_div(job.a.k_size / 16, kRowLanes));
     int device = 0, multiprocessors = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
         return;  // cudaGetLastError of the caller has it
-    const int64_t rows = ceil_div(job.a.rows, kThreads / kLanes), most = int64_t{4} * multiprocessors;
+    const int64_t rows = ceil_div(job.a.rows, kRowsAtOnce), most = int64_t{4} * multiprocessors;
     const auto grid = static_cast<unsigned>(rows < most ? rows : most);
     const auto bytes = static_cast<size_t>(stream_bytes(held));
     if (job.a.sums != nullptr || job.a.counts != nullptr)
-        stream_kernel<kKind, kLanes, true><<<grid, kThreads, bytes, stream>>>(job, held);
+        stream_kernel<kKind, true><<<grid, kThreads, bytes, stream>>>(job, held);
     else
-        stream_kernel<kKind, kLanes, false><<<grid, kThreads, bytes, stream>>>(job, held);
+        stream_kernel<kKind, false><<<grid, kThreads, bytes, stream>>>(job, held);
 }
 
 }  // namespace
