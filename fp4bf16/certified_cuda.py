@@ -16,6 +16,7 @@ from . import certify as certificates
 from . import device
 from .backends import cuda_gemm as kernels
 from .backends import cuda_math
+from .backends.cuda_gemm import Matrices
 from .certify import ActivationNorms, Certificate, WeightNorms
 from .device import DeviceArray
 from .dual import DualWeight
@@ -80,22 +81,24 @@ def certified_product(call: Call, weight, track, fmt, stream, accumulate, certif
         multiply(kernels.left(y), stream, None, pair)
         found = certificates.same()
     else:
-        y, x_norms, hidden, accumulate = _linear(call, weight, track, fmt, y, stream, accumulate)
+        y, x_norms, hidden, accumulate, outer = _linear(call, weight, track, fmt, y, stream, accumulate)
         w_norms, w = _weight(b, weight, track, fmt, stream)
         y_host = device.to_host(y).reshape(rows, columns)
-        found = _certificate(call, x_norms, w_norms, w, y_host, hidden, accumulate, certify, stream)
+        found = _certificate(call, x_norms, w_norms, w, y_host, hidden, accumulate, outer, certify, stream)
     shape = call.d.shape
     result = cuda_math.epilogue(cuda_math.reshaped(y, shape), call.bias, call.activation, call.residual)
     return call.store(device.astype(result, call.d.dtype)), found
 
 
 def _linear(call: Call, weight, track, fmt, y: DeviceArray, stream, accumulate):
-    """(the product alone, norms of what was multiplied, norms of the rows of T, kind of its sums)."""
+    """(the product alone, norms of what was multiplied, norms of the rows of T, kind of its sums, outer
+    scales)."""
     a, b = call.a, call.b
     if track == "reference":
         dtype = "float64" if "float64" in (str(a.dtype), str(b.dtype)) else "float32"
         product = cuda_math.matmul(exact(a, dtype, stream), exact(b, dtype, stream))
-        return cuda_math.reshaped(product, y.shape), _activation(a, track, None, 0, stream), None, "fp32"
+        norms = _activation(a, track, None, 0, stream)
+        return cuda_math.reshaped(product, y.shape), norms, None, "fp32", None
     sums, fields, hidden, sixteen = None, {}, None, None
     if a.array is not None:
         rows = math.prod(a.shape[:-1])
@@ -108,18 +111,25 @@ def _linear(call: Call, weight, track, fmt, y: DeviceArray, stream, accumulate):
     fp4_product(four, sixteen, kernels.left(y), stream, kernels.Finish(accumulate=accumulate))
     used = accumulate if four[0].array.dtype == "uint8" else "fp32"
     norms = _activation(a, track, sums, a.shape[-1], stream)
+    outer = tuple(_outer(m) for m in four) if used != "fp32" else None
     if hidden is None:
-        return y, norms, None, used
+        return y, norms, None, used, outer
     branch = weight.branch
     t = device.to_host(hidden).astype(np.float32)
     if branch.outliers:  # the quantiser left these out
         outliers = certificates.row_norms(t[:, branch.rank : branch.rank + branch.outliers])
         norms = ActivationNorms(np.hypot(norms.rows, outliers), norms.rows_used, norms.rows_error,
                                 norms.overflow)  # fmt: skip
-    return y, norms, certificates.row_norms(t[:, : branch.rank + branch.outliers]), used
+    return y, norms, certificates.row_norms(t[:, : branch.rank + branch.outliers]), used, outer
 
 
-def _certificate(call, x_norms, w_norms, w, y, hidden, accumulate, certify, stream) -> Certificate:
+def _outer(side: Matrices) -> np.ndarray | float:
+    """The outer scales of an operand of the FP8 tensor cores: one a row of it, or the largest for all."""
+    scales = device.to_host(side.scale).reshape(-1)
+    return scales if scales.size == side.rows * side.count else float(scales.max(initial=0.0))
+
+
+def _certificate(call, x_norms, w_norms, w, y, hidden, accumulate, outer, certify, stream) -> Certificate:
     a, parts = call.a, {}
     if hidden is not None:
         parts["hidden"] = hidden
@@ -133,7 +143,8 @@ def _certificate(call, x_norms, w_norms, w, y, hidden, accumulate, certify, stre
     )
     given = bias is not None or residual is not None or call.activation is not None
     return certificates.device_certificate(
-        x_norms, w_norms, k=a.shape[-1], columns=y.shape[1], accumulate=accumulate, dtype=call.d.dtype,
-        activation=call.activation, added=certificates.added_norms(y.shape[0], bias, residual),
+        x_norms, w_norms, k=a.shape[-1], columns=y.shape[1], accumulate=accumulate, outer=outer,
+        dtype=call.d.dtype, activation=call.activation,
+        added=certificates.added_norms(y.shape[0], bias, residual),
         epilogue=given, product_norm=certificates.norm(y), **parts,
     )  # fmt: skip
