@@ -139,7 +139,7 @@ class Product:
         if function == "gemm_simple":
             yield function, self.run(function, **fields)
             return
-        args, number, taken = self.args(**fields), 0, 0
+        args, number, taken = self.args(d=1024, **fields), 0, 0  # d is not written
         while name := self.library._text(self.library.lib.fp4bf16_gemm_config(args, number)):
             try:
                 yield f"{number} {name}", self.run(function, config=number, **fields)

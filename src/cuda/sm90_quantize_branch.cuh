@@ -22,10 +22,7 @@ namespace fp4bf16::branch {
 constexpr int kRows = 64, kColumns = 64;  // of a box
 constexpr int kBoxBytes = kRows * kColumns * 2;
 constexpr int kMostCtas = 16;  // of a cluster; more than 8 are not portable, but every H100 and H200 has them
-#ifndef FP4BF16_BRANCH_GROUPS
-#define FP4BF16_BRANCH_GROUPS 2
-#endif
-constexpr int kGroups = FP4BF16_BRANCH_GROUPS;  // of quantising warps: eight take a box
+constexpr int kGroups = 2;  // of quantising warps: eight take a box
 constexpr int kMathWarps = 4, kQuantWarps = 8 * kGroups;
 constexpr int kCtaThreads = 32 * (kMathWarps + kQuantWarps + 4);
 constexpr int kMathRegisters = 104, kQuantRegisters = kGroups == 2 ? 88 : 64, kCopyRegisters = 24;
