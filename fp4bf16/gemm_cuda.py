@@ -51,7 +51,7 @@ def expanded(q: QuantizedArray) -> DeviceArray:
     """E4M3 bytes in the stored layout, rows 16-byte aligned, kept on `q` for the next call."""
     if q.format.name != "fp8":
         return device.operand(q.expanded, "expanded")
-    if q._expanded is None:  # the packed bytes themselves, padded where TMA could not read them
+    if q._expanded is None or q._expanded is q.packed:  # padded where TMA could not read them
         packed = _part(q, "packed")
         if q.k % kernels.ALIGNMENT or packed.address % kernels.ALIGNMENT:
             padded = device.full((*q.lead, kernels.round_up(q.k, 16)), 0, "uint8", like=packed)
@@ -64,7 +64,9 @@ def expanded(q: QuantizedArray) -> DeviceArray:
 
 def expand_once(q: Any, track: str | None) -> None:
     """The expanded bytes of a prepared operand, before views of it are made: each would make its own."""
-    if type(q) is not QuantizedArray or q._expanded is not None or q.format.name not in EXPANDING:
+    if type(q) is not QuantizedArray or q.format.name not in EXPANDING:
+        return
+    if q._expanded is not None and q._expanded is not q.packed:
         return
     if device.is_device(q.packed) and resolve_track(track, "fp4") in ("fp4", "dual"):
         with device.ordered("expand", None, [device.operand(q.packed, "packed")]):
@@ -391,9 +393,9 @@ class _Known:
     def __init__(self, x: Any, witness: tuple, signature: Callable):
         self.witness, self.parts = witness, _parts(x)
         q = x.twin if type(x) is DualWeight else x
-        over = None if q.outer_scale is None else signature(q.outer_scale)[0]
-        own = (x.rank, x.branch.outliers, signature(x.master)[0]) if q is not x else q.order
-        key = q.shape, own, q.format.name, signature(q.packed)[0], over, q._expanded is None
+        own = (x.rank, x.branch.outliers) if q is not x else q.order
+        expansion = q._expanded is None, q._expanded is q.packed  # which decide what `parts` are
+        key = q.shape, own, q.format.name, expansion, *(signature(p)[0] for p in self.parts)
         self.key = _NUMBERS.setdefault(key, next(_next))
 
     def __reduce__(self):
@@ -406,14 +408,15 @@ _next = itertools.count()
 
 def _known(x: QuantizedArray | DualWeight, signature: Callable) -> _Known:
     if type(x) is DualWeight:
-        witness = x.master, x.twin, x._branch, x.twin.packed, x.twin._expanded
+        q = x.twin
+        witness = x.master, q, x._branch, q.packed, q.block_scale, q.outer_scale, q._expanded
     else:
-        witness = x.packed, x.outer_scale, x._expanded, x.shape, x.order
+        witness = x.packed, x.block_scale, x.outer_scale, x._expanded, x.shape, x.order, None
     known = x.__dict__.get("_known")
     if known is not None:
-        a, b, c, d, e = known.witness
-        f, g, h, i, j = witness
-        if a is f and b is g and c is h and d is i and e is j:
+        a, b, c, d, e, f, g = known.witness
+        h, i, j, k, m, n, o = witness
+        if a is h and b is i and c is j and d is k and e is m and f is n and g is o:
             return known
     known = x.__dict__["_known"] = _Known(x, witness, signature)
     return known
