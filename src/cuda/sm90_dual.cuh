@@ -46,6 +46,9 @@ struct DualConfig {
                                         2 * kStages * 8 + 1024;  // to align
     static constexpr int kThreads = 384;
     static constexpr int kAccumulators = kTileN / 2;     // of one fragment and thread
+    // The first k-tile of the next tile is multiplied during the epilogue, into registers that are free then; such
+    // a configuration takes no product without E4M3 tiles.
+    static constexpr bool kOverlap = kE4m3 && kWaves == 1 && (kPromote || kTileN == 192);
 
     static_assert(kTileM % 128 == 0 && kTileM <= 256, "two consumer warpgroups take 64-row fragments in turn");
     static_assert(kTileN % 64 == 0 && kTileN <= 256, "wgmma.cuh has n = 64, 128, 192, 256");
@@ -254,10 +257,36 @@ struct Consumer {
         ptx::wgmma_commit();
     }
 
+    // kOverlap: the first E4M3 k-tile of a tile, into `part` alone. `skip`: a stage lies before it. Without a tile
+    // (`there`) whatever the stage holds is multiplied, for the compiler serialises wgmmas behind a branch.
+    __device__ void begin_tile(float (&part)[C::kAccumulators], bool skip, bool there) {
+        Ring<C::kStages> at = ring;
+        if (skip) at.advance();
+        offset = uniform(kStageStep * at.stage);
+        if (there) ptx::barrier_wait(full + 8 * at.stage, at.parity);
+        ptx::wgmma_fence();
+        multiply<kRenew, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(part, 0);
+        ptx::wgmma_commit();
+    }
+    // Until the first k-tile is multiplied; its stage is free then.
+    __device__ void end_first(int stage) {
+        ptx::wgmma_wait<0>();
+        release(stage);
+        release_storing();
+    }
+
     // E4M3 k-tiles, sums kept by the tensor core (about 14 bits).
-    __device__ void e4m3_fast(Accumulators<C>& acc, int tiles) {
-        e4m3_tile<kBegin>(acc);
-        move_on();
+    __device__ void e4m3_fast(Accumulators<C>& acc, float (&part)[C::kAccumulators], int tiles) {
+        if constexpr (C::kOverlap) {
+            const int stage = ring.stage;
+            ring.advance();
+            end_first(stage);
+#pragma unroll
+            for (int i = 0; i < C::kAccumulators; ++i) acc[0][i] = part[i];
+        } else {
+            e4m3_tile<kBegin>(acc);
+            move_on();
+        }
         for (int k = 1; k < tiles; ++k) {
             e4m3_tile<kAdd>(acc);
             move_on();
@@ -268,18 +297,16 @@ struct Consumer {
     // E4M3 k-tiles, each summed from zero and added in FP32. The other warpgroup's wgmmas must cover all that this
     // one does between two of its own. So the last sum of a k-tile is added while the next tile's address is
     // fetched, and whether that tile has arrived is asked while this one is multiplied.
-    __device__ void e4m3_promoted(Accumulators<C>& acc, int tiles) {
+    __device__ void e4m3_promoted(Accumulators<C>& acc, float (&part)[C::kAccumulators], int tiles) {
         constexpr int kLast = C::kWaves - 1;
-        float part[C::kAccumulators];
-#pragma unroll
-        for (int i = 0; i < C::kAccumulators; ++i) part[i] = -0.0f;  // adds nothing to any number
-        e4m3_tile<kBegin>(acc);  // onto nothing: needs no second sum
+        if constexpr (!C::kOverlap) e4m3_tile<kBegin>(acc);  // onto nothing: needs no second sum
         int stage = ring.stage;
         ring.advance();
         bool arrived = tiles > 1 && arrived_already();
-        ptx::wgmma_wait<0>();
-        release(stage);
-        release_storing();
+        end_first(stage);
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators; ++i)  // -0 adds nothing to any number
+            (C::kOverlap ? acc[kLast][i] : part[i]) = -0.0f;
         for (int k = 1; k < tiles; ++k) {
             offset = uniform(kStageStep * ring.stage);
             add(acc[kLast], part);
@@ -382,9 +409,11 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
     const int group = uniform(threadIdx.x / 128 - 1), lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const Epilogue& e = p.epilogue;
     const bool scaled = e.row_scale != nullptr || e.col_scale != nullptr;
-    const bool e4m3 = C::kE4m3 && p.k8_tiles > 0;
+    const bool e4m3 = C::kOverlap || (C::kE4m3 && p.k8_tiles > 0);
     Consumer<C> c(shared, group);
     ColumnVectors<C::kTileN> columns(shared.columns + group * ColumnVectors<C::kTileN>::kFloats);
+    float part[C::kAccumulators];  // a sum to be promoted; kOverlap: from one tile to the next
+    if constexpr (C::kOverlap) c.begin_tile(part, false, true);
     for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
         const TileCorner<C> at(p, tile, rank);
         const int row = at.m + group * C::kWaves * 64 + warp * 16 + lane / 4, col = at.n + lane % 4 * 2;
@@ -399,8 +428,8 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
         };
         if constexpr (C::kE4m3) {
             if (e4m3) {
-                if constexpr (C::kPromote) c.e4m3_promoted(acc, p.k8_tiles);
-                else c.e4m3_fast(acc, p.k8_tiles);
+                if constexpr (C::kPromote) c.e4m3_promoted(acc, part, p.k8_tiles);
+                else c.e4m3_fast(acc, part, p.k8_tiles);
                 columns.publish(1 + group);
                 scale();
             }
@@ -412,6 +441,7 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
             columns.publish(1 + group);
             scale();
         }
+        if constexpr (C::kOverlap) c.begin_tile(part, p.staged, tile + clusters < p.schedule.total());
         if (__builtin_expect(e.extra, 0))
 #pragma unroll
             for (int wave = 0; wave < C::kWaves; ++wave)
@@ -426,6 +456,7 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
                 store_fragment(e, acc[wave], row + 64 * wave, col, at.z);
         }
     }
+    ptx::wgmma_wait<0>();
     ptx::store_wait();
 }
 

@@ -18,7 +18,7 @@ bool fits(const GemmConfig& c, const fp4bf16_gemm_args& g) {
     const bool a = g.k16 > 0 && g.a16_m_major, b = g.k16 > 0 && g.b16_n_major;
     if (c.a_m_major != a || c.b_n_major != b) return false;
     if (g.k8 > 0) return !a && !b && c.promoted == (g.accumulate == FP4BF16_PROMOTED);
-    return !c.promoted;
+    return !c.e4m3_alone;
 }
 
 // Time of a product up to a factor: waves, times the k-tiles of one output tile and what comes between two of them
@@ -30,7 +30,7 @@ double cost(const GemmConfig& c, const fp4bf16_gemm_args& g, int multiprocessors
     const auto waves = static_cast<double>(ceil_div(tiles, multiprocessors / (c.cluster_m * c.cluster_n)));
     const double size = c.tile_m * c.tile_n / 32768.0;
     const auto k_tiles = static_cast<double>(ceil_div(g.k8, 128) + ceil_div(g.k16, 64));
-    const double slower = size < 0.6 ? 1.15 : c.promoted && size > 0.9 ? 1.07 : 1.0;
+    const double slower = size < 0.6 ? 1.15 : c.promoted && size > 0.9 ? 1.04 : 1.0;
     return waves * size * slower * (k_tiles + 2);
 }
 

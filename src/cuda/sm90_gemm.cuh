@@ -1,8 +1,6 @@
 // From checked arguments to a launch of one configuration of sm90_dual.cuh.
 #pragma once
 
-#include <cstdlib>
-#include <cstdio>
 #include "sm90_dual.cuh"
 #include "sm90_gemm.h"
 #include "tensor_map.h"
@@ -101,7 +99,6 @@ fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, int multiprocessors, cuda
     int clusters = 0;
     FP4BF16_TRY(resident_clusters<C>(launch, &clusters));
     if (p.schedule.total() < clusters) clusters = static_cast<int>(p.schedule.total());
-    if (getenv("FP4BF16_DEBUG")) fprintf(stderr, "clusters %d of %d\n", clusters, C::kCluster);
     launch.gridDim = dim3(static_cast<unsigned>(C::kCluster * clusters));
     const cudaError_t error = cudaLaunchKernelEx(&launch, sm90_dual_gemm<C>, p);
     return cuda_result(error != cudaSuccess ? error : cudaGetLastError(), "gemm");
@@ -109,8 +106,8 @@ fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, int multiprocessors, cuda
 
 template <class C>
 constexpr GemmConfig describe(const char* name) {
-    return {name,        C::kTileM, C::kTileN, C::kClusterM,      C::kClusterN,
-            C::kPromote, C::kAM,    C::kBN,    launch_gemm<C>};
+    return {name,        C::kTileM,   C::kTileN, C::kClusterM, C::kClusterN,
+            C::kPromote, C::kOverlap, C::kAM,    C::kBN,       launch_gemm<C>};
 }
 
 }  // namespace fp4bf16
