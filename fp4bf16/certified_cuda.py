@@ -34,7 +34,7 @@ def _matrix(arg: Arg, track: str, stream: int, right: bool = False) -> np.ndarra
     x = x if track == "reference" else x.astype(BFLOAT16).astype(np.float32)
     if right:
         return x if x.ndim > 1 else x[:, None]
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _activation(a: Arg, track: str, sums: tuple | None, k: int, stream: int) -> ActivationNorms:
@@ -69,7 +69,7 @@ def certified_product(call: Call, weight, track, fmt, stream, accumulate, certif
     """(the result, its certificate)."""
     op, a, b = call.op, call.a, call.b
     if certify not in (True, "bound"):
-        raise ValueError(f"{op}: certify is {certify!r}, but True, False or 'bound' is needed")
+        raise ValueError(f"{op}: certify is {certify!r}, but True, False or 'bound' is needed; pass one")
     if len(b.shape) > 2:
         raise ShapeError(f"{op}: {b.name} has shape {b.shape}, but a certificate is for one matrix; "
                          f"call it for each of the leading axes")  # fmt: skip

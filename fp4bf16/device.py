@@ -83,7 +83,11 @@ def _described(x: Any) -> str:
         return f"a {x.framework} array on cuda:{x.device}"
     if is_device(x):
         return _described(operand(x, "x"))
+    if hasattr(x, "packed"):
+        return "a QuantizedArray"
     module = type(x).__module__.split(".")[0]
+    if module == "builtins" and not isinstance(x, list | tuple | float | int):
+        return f"a Python {type(x).__name__}"
     framework = getattr(x, "framework", None) or ("numpy" if module == "builtins" else module)
     where = "the host" if str(getattr(x, "device", "cpu")) == "cpu" else str(x.device)
     return f"a {framework} array on {where}"
@@ -227,27 +231,46 @@ def stream_handle(op: str, stream: Any, device: int) -> int:
         TypeError: no stream, or one of another device than `device`. ValueError: a negative handle.
     """
     if isinstance(stream, int | np.integer) and not isinstance(stream, bool):
-        if stream < 0:
-            raise ValueError(f"{op}: stream is {stream}, but a cudaStream_t is not negative; pass 0 for the "
-                             f"default stream")  # fmt: skip
-        return int(stream)
+        return _whole_handle(op, stream)
     handle = getattr(stream, "cuda_stream", None)  # torch.cuda.Stream
     if handle is None and hasattr(stream, "device_id"):  # cupy.cuda.Stream
         handle = getattr(stream, "ptr", None)
     if handle is None and hasattr(stream, "__cuda_stream__"):
-        protocol = stream.__cuda_stream__
-        version, handle = protocol() if callable(protocol) else protocol
-        if version != 0:
-            raise TypeError(f"{op}: stream follows version {version} of __cuda_stream__, but version 0 is "
-                            f"known; pass its handle as an int")  # fmt: skip
+        handle = _by_protocol(op, stream)
     if handle is None:
         raise TypeError(f"{op}: stream is a {type(stream).__name__}, but a stream is needed; pass a handle "
                         f"as int, a PyTorch, CuPy or cuda.core stream, or None")  # fmt: skip
+    handle = _whole_handle(op, handle)
     place = _stream_device(stream)
     if place is not None and place != device:
         raise TypeError(f"{op}: stream is of cuda:{place} but the operands are on cuda:{device}; pass a "
                         f"stream of their device")  # fmt: skip
+    return handle
+
+
+def _whole_handle(op: str, handle: Any) -> int:
+    if isinstance(handle, bool) or not isinstance(handle, int | np.integer):
+        raise TypeError(f"{op}: the handle of stream is {handle!r}, but a whole number is needed; pass a "
+                        f"stream that is open")  # fmt: skip
+    if not 0 <= handle < 1 << 64:
+        raise ValueError(f"{op}: stream is {handle}, but a cudaStream_t is not negative and has 64 bits; "
+                         f"pass 0 for the default stream")  # fmt: skip
     return int(handle)
+
+
+def _by_protocol(op: str, stream: Any) -> Any:
+    """The handle that ``__cuda_stream__`` answers with, a method or a property."""
+    answer = stream.__cuda_stream__
+    if callable(answer) and not isinstance(stream, type):
+        answer = answer()
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise TypeError(f"{op}: __cuda_stream__ of stream, a {type(stream).__name__}, gives {answer!r}, but "
+                        f"(0, handle) is needed; pass its handle as an int")  # fmt: skip
+    version, handle = answer
+    if version != 0:
+        raise TypeError(f"{op}: stream follows version {version!r} of __cuda_stream__, but version 0 is "
+                        f"known; pass its handle as an int")  # fmt: skip
+    return handle
 
 
 def _stream_device(stream: Any) -> int | None:

@@ -45,6 +45,18 @@ def low_rank(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     return (u[:, :rank] * root).astype(np.float32), (root[:, None] * vt[:rank]).astype(np.float32)
 
 
+def _row_numbers(outliers: Any) -> np.ndarray:
+    """The rows that `outliers` names, each once, ascending."""
+    try:
+        found = np.asarray(outliers)
+    except (TypeError, ValueError):  # ragged, or an array on a GPU
+        found = np.empty(1, object)
+    if found.size and found.dtype.kind not in "iu" or found.ndim != 1:
+        raise TypeError(f"DualWeight: outliers is {outliers!r}, but a number of rows or their indices are "
+                        f"needed; pass an int or a list of ints")  # fmt: skip
+    return np.unique(found.astype(np.int64))
+
+
 class DualWeight:
     """W (K, N) as ``W ~ down @ up + twin``: what ``matmul(x, w)`` multiplies on the dual track.
 
@@ -91,8 +103,9 @@ class DualWeight:
                 f"DualWeight: w has shape {operand.shape}, but two axes (K, N), or four (O, kh, kw, C), are "
                 f"needed; reshape it to a matrix"
             )
-        if int(rank) != rank or rank < 0:
-            raise ValueError(f"DualWeight: rank is {rank!r}, but a whole number of at least 0 is needed")
+        if not isinstance(rank, int | float | np.number) or not rank >= 0 or rank % 1:
+            raise ValueError(f"DualWeight: rank is {rank!r}, but a whole number of at least 0 is needed; "
+                             f"pass 0 for no branch")  # fmt: skip
         self.framework, self.shape, self.format = operand.framework, operand.shape, get_format(format)
         self._outliers, self._norms = outliers, {}
         self._branch: dual_cuda.Branch | None = None
@@ -222,11 +235,12 @@ class DualWeight:
                 f"outlier rows; pass outliers=0 and keep such layers on the BF16 track"
             )
         if not isinstance(self._outliers, int | np.integer):
-            index = np.unique(np.asarray(self._outliers, np.int64))
+            index = _row_numbers(self._outliers)
             if index.size and not (0 <= index[0] and index[-1] < k):
                 bad = index[0] if index[0] < 0 else index[-1]
                 raise ShapeError(
-                    f"DualWeight: outliers holds row {bad}, but w {self.shape} has rows 0 to {k - 1}"
+                    f"DualWeight: outliers holds row {bad}, but w {self.shape} has rows 0 to {k - 1}; "
+                    f"leave it out"
                 )
             return index
         if not 0 <= self._outliers <= k:

@@ -12,7 +12,7 @@ from .dispatch import backend_for
 from .dual import DualWeight
 from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
-from .operands import Arg, as_arg, branch, left_matrix, on_device, right_matrix
+from .operands import Arg, as_arg, branch, check_plain, left_matrix, on_device, right_matrix
 from .quantize import quantize
 
 # ---- epilogue ----------------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ class Epilogue:
         self.name = activation
         columns = shape[-1] if shape else 1
         if activation is not None:
-            if activation not in kernels.ACTIVATIONS:
+            if activation not in list(kernels.ACTIVATIONS):
                 raise ValueError(f"{op}: activation: {activation!r} is not an activation"
                                  f"{nearest(activation, kernels.ACTIVATIONS)}")  # fmt: skip
             self.activation = kernels.ACTIVATIONS[activation]
@@ -37,7 +37,8 @@ class Epilogue:
                 where = f"a {arg.framework} array on cuda:{arg.place.device}"
                 raise TypeError(f"{op}: {arg.name} is {where} but the operands are host arrays; move one of "
                                 f"them so that all are in one place")  # fmt: skip
-            if arg.array is None or arg.shape != want:
+            check_plain(op, arg)
+            if arg.shape != want:
                 raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
                                  f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} "
                                  f"the result; broadcast it to that shape first")  # fmt: skip
@@ -100,7 +101,7 @@ def _weight(kernels, b: Arg, weight, track: str, fmt: Format) -> tuple[Arg, Weig
 def certified_product(op, kernels, a: Arg, b: Arg, weight, track, fmt, out, epilogue, certify) -> Certificate:
     """out (M, N) = the product with its epilogue, and its certificate."""
     if certify not in (True, "bound"):
-        raise ValueError(f"{op}: certify is {certify!r}, but True, False or 'bound' is needed")
+        raise ValueError(f"{op}: certify is {certify!r}, but True, False or 'bound' is needed; pass one")
     if len(b.shape) > 2:
         raise ShapeError(f"{op}: {b.name} has shape {b.shape}, but a certificate is for one matrix; "
                          f"call it for each of the leading axes")  # fmt: skip

@@ -22,7 +22,7 @@ from .device import DeviceArray
 from .dual import DualWeight
 from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
-from .operands import Arg, as_arg, memory_of, places
+from .operands import Arg, as_arg, check_plain, memory_of, places
 from .tracks import resolve_track
 
 # ---- operands ----------------------------------------------------------------------------------------------
@@ -287,14 +287,15 @@ def _like(d: Matrices, dtype: str) -> Matrices:
 # ---- the call ----------------------------------------------------------------------------------------------
 def _epilogue(op: str, shape, bias: Any, activation: str | None, residual: Any) -> list[Arg]:
     """The checked operands of the epilogue."""
-    if activation not in kernels.ACTIVATIONS:
-        known = [name for name in kernels.ACTIVATIONS if name]
+    known = [name for name in kernels.ACTIVATIONS if name]
+    if activation is not None and activation not in known:
         raise ValueError(f"{op}: activation: {activation!r} is not an activation{nearest(activation, known)}")
     columns = shape[-1] if shape else 1
     args = [as_arg(x, name) for x, name in ((bias, "bias"), (residual, "residual")) if x is not None]
     for arg in args:
         want = (columns,) if arg.name == "bias" else shape
-        if arg.array is None or arg.shape != want:
+        check_plain(op, arg)
+        if arg.shape != want:
             raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
                              f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} "
                              f"the result; broadcast it to that shape first")  # fmt: skip

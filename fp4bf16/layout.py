@@ -44,7 +44,8 @@ def check_axis(axis: int, ndim: int, shape: Sequence[int]) -> int:
         )
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim:
         raise ShapeError(
-            f"quantize: axis={axis!r}, but x of shape {tuple(shape)} has axes {-ndim} to {ndim - 1}"
+            f"quantize: axis={axis!r}, but x of shape {tuple(shape)} has axes {-ndim} to {ndim - 1}; "
+            f"pass one of these"
         )
     return int(axis) % ndim
 
@@ -110,12 +111,13 @@ def exponent_scales(outer, lead: tuple[int, ...]) -> np.ndarray:
     e = np.asarray(outer)
     if e.dtype.kind not in "iu":
         raise DTypeError(
-            f"quantize: outer={outer!r} is neither an exponent (int) nor one of {', '.join(OUTERS)}"
+            f"quantize: outer={outer!r} is neither an exponent (int) nor one of {', '.join(OUTERS)}; "
+            f"pass one of these"
         )
     if e.size and (e.min() < MIN_EXPONENT or e.max() > MAX_EXPONENT):
         raise ValueError(
             f"quantize: outer exponents reach from {e.min()} to {e.max()}, but {MIN_EXPONENT} to "
-            f"{MAX_EXPONENT} keep every decoded value a normal number"
+            f"{MAX_EXPONENT} keep every decoded value a normal number; clip them"
         )
     shape = check_outer_shape(e.shape, lead)
     return np.ldexp(np.float32(1), e.astype(np.int32)).astype(np.float32).reshape(shape)

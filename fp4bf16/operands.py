@@ -82,6 +82,14 @@ def transposed(arg: Arg) -> Arg:
     return Arg(value, arg.name, arg.shape[::-1], arg.framework, array, arg.dtype, place)
 
 
+def check_plain(op: str, arg: Arg) -> None:
+    """What is added to a product is a plain array."""
+    if arg.array is None:
+        kind = type(arg.value).__name__
+        how = "dequantize it" if kind == "QuantizedArray" else "pass its master"
+        raise TypeError(f"{op}: {arg.name} is a {kind}, but a plain array is needed; {how}")
+
+
 def check_accumulate(op: str, accumulate: str) -> str:
     if accumulate not in ("promoted", "fast"):
         hint = nearest(accumulate, ("promoted", "fast"))

@@ -72,6 +72,8 @@ def _resolve_outer(outer, fmt: Format, rows: np.ndarray, lead, axis: int):
     if outer is None:
         return {}, lambda decode: None, None
     if not isinstance(outer, str):
+        if is_device(outer):
+            check_together("quantize", [("x", rows), ("outer", outer)])
         scale = exponent_scales(outer, lead)
         per_row = np.broadcast_to(scale, (*lead, 1)).reshape(-1)
         return {"outer_rows": per_row}, lambda decode: scale, scale.shape

@@ -48,3 +48,70 @@ def test_a_plan_sees_a_scale_that_was_replaced(rng):
         container.block_scale = put(container.block_scale.array + 1)
     close(fb.matmul(put(x), q), 2 * want.array)
     close(fb.matmul(put(x), dual), 2 * other.array)
+
+
+# ---- sentences
+class Stream:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def __cuda_stream__(self):
+        return self.answer
+
+
+@pytest.mark.parametrize("stream,sentence", [
+    (Stream(None), "stream, a Stream, gives None, but .0, handle. is needed; pass its handle"),
+    (Stream((0, 1, 2)), "gives .0, 1, 2., but"), (Stream((0,)), "gives .0,., but"), (Stream, "a type, gives"),
+    (Stream(("0", 5)), "version '0' of __cuda_stream__"), (Stream((0, "x")), "handle of stream is 'x'"),
+    (Stream((0, 1.5)), "handle of stream is 1.5"), (Stream((0, True)), "handle of stream is True"),
+    (Stream((0, -3)), "stream is -3, but"), (Stream((0, 2**64)), "has 64 bits; pass 0"),
+    (2**64, "has 64 bits; pass 0"), (Stream((0, None)), "stream is a Stream, but a stream is needed"),
+], ids=str)  # fmt: skip
+def test_broken_streams(rng, stream, sentence):
+    x, w = put(draw(rng, (2, 32))), put(draw(rng, (32, 3)))
+    for call in (lambda: fb.quantize(x, stream=stream), lambda: fb.matmul(x, w, stream=stream)):
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            call()
+
+
+@pytest.mark.parametrize("place", [np.asarray, put], ids=["host", "device"])
+def test_sentences(rng, place):
+    x, w = place(draw(rng, (2, 32))), place(draw(rng, (32, 3)))
+    row, both = fb.quantize(place(draw(rng, 3))), fb.quantize(place(draw(rng, (2, 3))))
+    for call, sentence in (
+        (lambda: fb.matmul(x, w, activation=["silu"]), "activation: .'silu'. is not an activation"),
+        (lambda: fb.matmul(x, w, bias=row), "bias is a QuantizedArray, but a plain array is needed; deq"),
+        (lambda: fb.matmul(x, w, residual=both), "residual is a QuantizedArray, but a plain array"),
+        (lambda: fb.matmul(x, w, bias=fb.DualWeight(w)), "bias is a DualWeight, but .*; pass its master"),
+        (lambda: fb.matmul(x, w, certify="x"), "certify is 'x', but .*; pass one"),
+        (lambda: fb.quantize(x, axis="0"), "axis='0', but x of shape .* to 1; pass one of these"),
+        (lambda: fb.quantize(x, outer=1.5), "outer=1.5 is neither an exponent .*; pass one of these"),
+        (lambda: fb.quantize(x, outer=200), "from 200 to 200, but -119 to 120 .*; clip them"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=sentence):
+            call()
+    for rank in (None, float("nan"), float("inf"), "3", 1.5, -1, [1]):
+        with pytest.raises(ValueError, match="rank is .*, but a whole number of at .*; pass 0"):
+            fb.DualWeight(w, rank)
+    for outliers in ("x", None, 1.5, [1.5], [True], [2**70], [[1, 2]], [[1], [1, 2]], put(np.array([1]))):
+        with pytest.raises(TypeError, match="outliers is .*, but .* pass an int or a list of ints"):
+            fb.DualWeight(w, 2, outliers=outliers)
+    with pytest.raises(fb.ShapeError, match="outliers holds row 32, .*; leave it out"):
+        fb.DualWeight(w, 2, outliers=[32])
+    assert fb.DualWeight(w, 2, outliers=[5, 5, 1]).outlier_index.tolist() == [1, 5]
+
+
+def test_places_are_told(rng):
+    x, w = draw(rng, (2, 32)), draw(rng, (32, 3))
+    with pytest.raises(TypeError, match="x is a numpy array on the host but outer is a fake array on cuda:0"):
+        fb.quantize(x, outer=put(np.ones((2, 1), np.int32)))
+    with pytest.raises(TypeError, match="a is a fake array on cuda:0 but out is a QuantizedArray; move"):
+        fb.matmul(put(x), put(w), out=fb.quantize(put(x)))
+    with pytest.raises(TypeError, match="a is a fake array on cuda:0 but out is a Python str; move"):
+        fb.matmul(put(x), put(w), out="x")
+
+
+def test_certificate_of_an_empty_contraction(rng):
+    w = put(np.empty((0, 4), np.float32))
+    y, certificate = fb.matmul(put(np.empty((3, 0), np.float32)), fb.DualWeight(w), certify=True)
+    assert not y.array.any() and certificate.bound == 0
