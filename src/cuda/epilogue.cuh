@@ -1,5 +1,5 @@
-// What follows a product: scales, alpha, bias, activation, residual, rounding, store. Works on the registers of a
-// wgmma fragment (see wgmma.cuh).
+// What follows a product: scales, alpha, bias, activation, residual, rounding, store. Works on the registers
+// of a wgmma fragment (see wgmma.cuh).
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 namespace fp4bf16 {
 
 struct Epilogue {
-    const float* row_scale;  // of this matrix of the batch once `at` was called; NULL: one
-    const float* col_scale;
+    const float* row_scale;  // element i of matrix z of A: z * row_batch + i * row_step; NULL: one
+    const float* col_scale;  // likewise, of B
     int64_t row_step, col_step, row_batch, col_batch;
     float alpha;
     int activation;
@@ -43,7 +43,8 @@ __device__ inline uint32_t pack_pair(float low, float high) {
     return packed;
 }
 
-// x / (1 + exp(-x)) (Elfwing et al., arXiv:1702.03118); relative error under 2^-20 where the result is normal.
+// x / (1 + exp(-x)) (Elfwing et al., arXiv:1702.03118); relative error under 2^-20 where the result is
+// normal.
 __device__ inline float silu(float x) {
     float inverse;
     asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + __expf(-x)));
@@ -56,8 +57,8 @@ __device__ inline float gelu(float x) { return 0.5f * x * erfcf(-0.70710678f * x
 __device__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
 __device__ constexpr int lower(int i) { return i % 4 / 2; }
 
-// Column scales and bias of a tile, in shared memory: read from global memory by one thread a column before the
-// mainloop, so that the epilogue waits for nothing. Two buffers in turn and one barrier a tile.
+// Column scales and bias of a tile, in shared memory: read from global memory by one thread a column before
+// the mainloop, so that the epilogue waits for nothing. Two buffers in turn and one barrier a tile.
 template <int kColumns>
 struct ColumnVectors {
     static constexpr int kEach = (kColumns + 127) / 128;  // columns a thread of the warpgroup brings
@@ -102,7 +103,8 @@ struct ColumnVectors {
 };
 
 template <int kAccumulators>
-__device__ inline void scale_fragment(float (&acc)[kAccumulators], const float (&by_row)[2], const float2* by_col) {
+__device__ inline void scale_fragment(float (&acc)[kAccumulators], const float (&by_row)[2],
+                                      const float2* by_col) {
 #pragma unroll
     for (int j = 0; j < kAccumulators; j += 4) {
         const float2 c = by_col[j];  // four pairs are eight columns
@@ -131,27 +133,32 @@ __device__ inline void add_residual(const Epilogue& e, float (&acc)[kAccumulator
     for (int i = 0; i < kAccumulators; ++i) {
         const int r = row + 8 * lower(i), c = col + column_of(i);
         if (r < e.m && c < e.n)
-            acc[i] += load_as_float(e.residual, e.residual_dtype,
-                                    z * e.residual_batch + r * e.residual_stride + c);
+            acc[i] +=
+                load_as_float(e.residual, e.residual_dtype, z * e.residual_batch + r * e.residual_stride + c);
     }
 }
 
 // Any shape, any alignment: an element at a time.
 template <int kAccumulators>
-__device__ inline void store_edge(const Epilogue& e, const float (&acc)[kAccumulators], int row, int col, int z) {
+__device__ inline void store_edge(const Epilogue& e, const float (&acc)[kAccumulators], int row, int col,
+                                  int z) {
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) {
         const int r = row + 8 * lower(i), c = col + column_of(i);
         if (r >= e.m || c >= e.n) continue;
         const int64_t at = z * e.d_batch + r * e.d_stride + c;
-        if (e.d_dtype == FP4BF16_FLOAT32) static_cast<float*>(e.d)[at] = acc[i];
-        else if (e.d_dtype == FP4BF16_BFLOAT16) static_cast<__nv_bfloat16*>(e.d)[at] = __float2bfloat16_rn(acc[i]);
-        else static_cast<__half*>(e.d)[at] = __float2half_rn(acc[i]);
+        if (e.d_dtype == FP4BF16_FLOAT32)
+            static_cast<float*>(e.d)[at] = acc[i];
+        else if (e.d_dtype == FP4BF16_BFLOAT16)
+            static_cast<__nv_bfloat16*>(e.d)[at] = __float2bfloat16_rn(acc[i]);
+        else
+            static_cast<__half*>(e.d)[at] = __float2half_rn(acc[i]);
     }
 }
 
 template <int kAccumulators>
-__device__ inline void store_float(const Epilogue& e, const float (&acc)[kAccumulators], int row, int col, int z) {
+__device__ inline void store_float(const Epilogue& e, const float (&acc)[kAccumulators], int row, int col,
+                                   int z) {
     float* out = static_cast<float*>(e.d) + z * e.d_batch + row * e.d_stride + col;
 #pragma unroll
     for (int i = 0; i < kAccumulators; i += 2)  // a quad writes 32 bytes: one sector
@@ -173,11 +180,12 @@ __device__ inline void stage_box(const float (&acc)[kAccumulators], int box, uin
     }
 }
 
-// Everything up to rounding, in place, of a fragment (64 rows of a warpgroup, 2 * kAccumulators columns). Each step is
-// one pass over the registers behind one uniform branch, so that a plain product runs through little code.
+// Everything up to rounding, in place, of a fragment (64 rows of a warpgroup, 2 * kAccumulators columns).
+// Each step is one pass over the registers behind one uniform branch, so that a plain product runs through
+// little code.
 template <int kAccumulators>
-__device__ inline void finish_fragment(const Epilogue& e, float (&acc)[kAccumulators], const float2* bias, int row,
-                                       int col, int z) {
+__device__ inline void finish_fragment(const Epilogue& e, float (&acc)[kAccumulators], const float2* bias,
+                                       int row, int col, int z) {
     if (e.alpha != 1.0f)
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) acc[i] *= e.alpha;
@@ -198,9 +206,11 @@ __device__ inline void finish_fragment(const Epilogue& e, float (&acc)[kAccumula
 
 // From the registers to global memory: FP32 results, and shapes that the copy engine does not take.
 template <int kAccumulators>
-__device__ inline void store_fragment(const Epilogue& e, const float (&acc)[kAccumulators], int row, int col, int z) {
+__device__ inline void store_fragment(const Epilogue& e, const float (&acc)[kAccumulators], int row, int col,
+                                      int z) {
     const int first_row = row - threadIdx.x % 32 / 4, first_col = col - threadIdx.x % 4 * 2;
-    if (e.d_dtype == FP4BF16_FLOAT32 && e.vector && first_row + 16 <= e.m && first_col + 2 * kAccumulators <= e.n)
+    const bool whole = first_row + 16 <= e.m && first_col + 2 * kAccumulators <= e.n;
+    if (e.d_dtype == FP4BF16_FLOAT32 && e.vector && whole)
         store_float(e, acc, row, col, z);
     else
         store_edge(e, acc, row, col, z);

@@ -110,9 +110,9 @@ FP4BF16_API fp4bf16_status fp4bf16_amax(const void* x, fp4bf16_dtype dtype, int6
 /* What fp4bf16_quantize reads and writes. Zero-initialise it, then fill in. `rows` are those of the stored
  * layout, blocks run along k. Element (row, k) of x lies at
  *     (row / after) * x_stride + k * k_stride + row % after
- * and is element (row / after) * (k_size * after) + k * after + row % after of the logical array (the index of
- * its random number). after = 1, k_stride = 1: rows of contiguous k, x_stride apart. after = n, k_stride = n:
- * blocks run along the second last axis, `after` being the product of the axes behind it. */
+ * and is element (row / after) * (k_size * after) + k * after + row % after of the logical array (the index
+ * of its random number). after = 1, k_stride = 1: rows of contiguous k, x_stride apart. after = n, k_stride =
+ * n: blocks run along the second last axis, `after` being the product of the axes behind it. */
 typedef struct fp4bf16_quantize_args {
     const void* x;
     int64_t rows, k_size, after, x_stride, k_stride;
@@ -128,24 +128,25 @@ typedef struct fp4bf16_quantize_args {
      * one a row; (rows, 1): one a tensor; (rows an image, 1): one an image. There are
      * ceil(rows / (mid * inner)) * inner groups. */
     int64_t mid, inner;
-    const float* outer_given; /* (groups,) decode scales, powers of two; NULL: found from the amax */
+    const float* outer_given;   /* (groups,) decode scales, powers of two; NULL: found from the amax */
     int64_t outer_given_stride; /* 0: one for all groups, 1: one a group */
 
     /* Results, each may be NULL; packed needs block_scale (but for fp8, which has none). kp is k_size rounded
      * up to 16 (32 for mxfp4, 1 for fp8); the padding is zero. */
-    uint8_t* packed;      /* (rows, kp / 2); fp8: (rows, kp) */
-    uint8_t* expanded;    /* (rows, expanded_stride) E4M3 of code * block scale, nvfp4_exact and fp8 alone */
+    uint8_t* packed;   /* (rows, kp / 2); fp8: (rows, kp) */
+    uint8_t* expanded; /* (rows, expanded_stride) E4M3 of code * block scale, nvfp4_exact and fp8 alone */
     int64_t expanded_stride; /* bytes, at least kp; what lies between kp and it is zeroed */
-    uint8_t* block_scale; /* (rows, kp / 16 or 32) */
-    float* outer_scale;   /* (groups,) decode scales; mxfp4: not written */
-    double* sums;         /* (rows, 3): squares of x, of its decoded value, of the difference; upper bounds */
-    int32_t* counts;      /* (5,): clipped elements, underflowed, zero, overflowed, non-finite blocks; added to */
+    uint8_t* block_scale;    /* (rows, kp / 16 or 32) */
+    float* outer_scale;      /* (groups,) decode scales; mxfp4: not written */
+    double* sums;    /* (rows, 3): squares of x, of its decoded value, of the difference; upper bounds */
+    int32_t* counts; /* (5,), added to: clipped elements; underflowed, zero, overflowed, non-finite
+                      * blocks */
 
     /* Outlier columns: their BF16 values go to hidden, and they count as zero in everything above. */
     const int32_t* outlier_index; /* (outliers,) ascending */
     int64_t outliers;
-    /* Low-rank branch: hidden[:, :rank] = bf16(bf16(x) @ down^T), summed in FP32, over the columns that are no
-     * outliers (down is zero there); hidden[:, rank:rank + outliers] = bf16(x[:, outlier_index]);
+    /* Low-rank branch: hidden[:, :rank] = bf16(bf16(x) @ down^T), summed in FP32, over the columns that are
+     * no outliers (down is zero there); hidden[:, rank:rank + outliers] = bf16(x[:, outlier_index]);
      * what lies between rank + outliers and hidden_stride is zeroed. */
     const void* down_t; /* (rank, down_stride) BF16, row r is column r of D */
     int64_t rank, down_stride;
@@ -167,8 +168,9 @@ FP4BF16_API fp4bf16_status fp4bf16_dequantize(fp4bf16_format format, const uint8
                                               fp4bf16_dtype dtype, int64_t after, int64_t x_stride,
                                               int64_t k_stride, void* stream);
 
-/* expanded (rows, expanded_stride) = E4M3 of code * block_scale; packed (rows, kp / 2). *inexact (device, may be
- * NULL) counts the products that E4M3 does not hold, and must be zero before. nvfp4_exact and nvfp4 alone. */
+/* expanded (rows, expanded_stride) = E4M3 of code * block_scale; packed (rows, kp / 2). *inexact (device, may
+ * be NULL) counts the products that E4M3 does not hold, and must be zero before. nvfp4_exact and nvfp4 alone.
+ */
 FP4BF16_API fp4bf16_status fp4bf16_expand(fp4bf16_format format, const uint8_t* packed,
                                           const uint8_t* block_scale, int64_t rows, int64_t kp,
                                           uint8_t* expanded, int64_t expanded_stride, int32_t* inexact,
@@ -183,12 +185,13 @@ FP4BF16_API fp4bf16_status fp4bf16_convert(const void* x, fp4bf16_dtype dtype, i
 
 /* D = activation(alpha * (S * (A8 B8^T) + A16 B16^T) + bias) + residual, S = row_scale x col_scale.
  *
- * The FP4 track is (m, k8) E4M3 bytes times (n, k8) E4M3 bytes, the BF16 track (m, k16) times (n, k16); either
- * k may be 0. With k8 = 0 the scales apply to the BF16 product instead. Zero-initialise, then fill in.
+ * The FP4 track is (m, k8) E4M3 bytes times (n, k8) E4M3 bytes, the BF16 track (m, k16) times (n, k16);
+ * either k may be 0. With k8 = 0 the scales apply to the BF16 product instead. Zero-initialise, then fill in.
  *
  * Operands are K-major: row i starts at i * stride. With a16_m_major = 1, A16 is stored (k16, m): element
- * (i, k) lies at k * a16_stride + i; b16_n_major likewise (k16, n). On sm_90 operands must be 16-byte aligned
- * and their strides in bytes multiples of 16. D and the residual are (m, n) with any stride >= n.
+ * (i, k) lies at k * a16_stride + i; b16_n_major likewise (k16, n). On sm_90 operands must be 16-byte
+ * aligned, their strides in bytes multiples of 16, and beside an FP4 track (k8 > 0) A16 and B16 K-major. D
+ * and the residual are (m, n) with any stride >= n.
  *
  * Batch: matrix z of batch_count multiplies A's matrix z / a_batch_div % a_batch_mod (B likewise), those lie
  * *_batch_stride elements apart. A single matrix has div = mod = 1 and any stride; 0 reads as 1. Scales,
@@ -221,7 +224,8 @@ typedef struct fp4bf16_gemm_args {
 } fp4bf16_gemm_args;
 
 FP4BF16_API fp4bf16_status fp4bf16_gemm(const fp4bf16_gemm_args* args, void* stream);
-/* The same by a kernel that can be read in one sitting and runs on every GPU: what the fast one is checked with. */
+/* The same by a kernel that can be read in one sitting and runs on every GPU: what the fast one is checked
+ * with. */
 FP4BF16_API fp4bf16_status fp4bf16_gemm_simple(const fp4bf16_gemm_args* args, void* stream);
 /* Name of configuration `config` ("" past the last); of 0: the one that these args would get. Host. */
 FP4BF16_API const char* fp4bf16_gemm_config(const fp4bf16_gemm_args* args, int32_t config);

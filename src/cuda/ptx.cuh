@@ -1,5 +1,5 @@
-// One-instruction wrappers of Hopper's PTX: barriers, bulk tensor copies, clusters, register reallocation. wgmma.cuh
-// holds the matrix instructions. Names follow the PTX ISA (version 8.0 and later).
+// One-instruction wrappers of Hopper's PTX: barriers, bulk tensor copies, clusters, register reallocation.
+// wgmma.cuh holds the matrix instructions. Names follow the PTX ISA (version 8.0 and later).
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,9 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
 }
 __device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
 
-// Arrives at the same barrier of CTA `rank` of this cluster. What it orders are reads by the tensor cores that have
-// finished, so the default scope does; `.release.cluster` would drain every store of the thread first.
+// Arrives at the same barrier of CTA `rank` of this cluster. What it orders are reads by the tensor cores
+// that have finished, so the default scope does; `.release.cluster` would drain every store of the thread
+// first.
 __device__ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n"
@@ -93,7 +94,8 @@ __device__ inline void copy_box(void* target, const CUtensorMap* map, uint64_t* 
         : "memory");
 }
 
-// The same into every CTA whose bit is set in `mask`, at the same offsets of their shared memory and barriers.
+// The same into every CTA whose bit is set in `mask`, at the same offsets of their shared memory and
+// barriers.
 __device__ inline void copy_box_multicast(void* target, const CUtensorMap* map, uint64_t* barrier, int32_t x,
                                           int32_t y, int32_t z, uint16_t mask) {
     asm volatile(
@@ -105,10 +107,9 @@ __device__ inline void copy_box_multicast(void* target, const CUtensorMap* map, 
 
 // Box of shared memory -> global memory at (x, y, z); what lies outside the array is not written.
 __device__ inline void store_box(const CUtensorMap* map, uint32_t source, int32_t x, int32_t y, int32_t z) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-        "r"(source), "r"(x), "r"(y), "r"(z)
-        : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(source), "r"(x), "r"(y), "r"(z)
+                 : "memory");
 }
 __device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // This thread's committed stores have read their shared memory.
@@ -132,7 +133,9 @@ __device__ inline uint32_t cluster_rank() {
     return rank;
 }
 
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // ---- registers of a warpgroup

@@ -5,8 +5,8 @@
 
 namespace fp4bf16 {
 
-// Division by a number that the host knows, of dividends under 2^31: a multiplication (Granlund and Montgomery,
-// "Division by invariant integers using multiplication", PLDI 1994, figure 4.1).
+// Division by a number that the host knows, of dividends under 2^31: a multiplication (Granlund and
+// Montgomery, "Division by invariant integers using multiplication", PLDI 1994, figure 4.1).
 struct Divisor {
     uint32_t multiplier = 0, shift = 0;  // 0: by one
 
@@ -32,8 +32,11 @@ struct Schedule {
 
     Schedule() = default;
     Schedule(int64_t m, int64_t n, int64_t batch)
-        : tiles_m(static_cast<int>(m)), tiles_n(static_cast<int>(n)), batch(static_cast<int>(batch)),
-          by_matrix(static_cast<uint32_t>(m * n)), by_group(static_cast<uint32_t>(kGroup * n)) {}
+        : tiles_m(static_cast<int>(m)),
+          tiles_n(static_cast<int>(n)),
+          batch(static_cast<int>(batch)),
+          by_matrix(static_cast<uint32_t>(m * n)),
+          by_group(static_cast<uint32_t>(kGroup * n)) {}
 
     __host__ __device__ int total() const { return tiles_m * tiles_n * batch; }
 

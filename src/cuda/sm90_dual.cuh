@@ -1,20 +1,16 @@
-// The dual-track GEMM of Hopper: E4M3 k-tiles, then BF16 k-tiles into the same FP32 registers. A k-tile is 128
-// bytes of K, whatever the type, so both tracks share one ring of stages in shared memory. Without BF16 tiles this is
-// the FP4 (FP8) GEMM, without E4M3 tiles the BF16 GEMM.
+// The dual-track GEMM of Hopper: E4M3 k-tiles, then BF16 k-tiles into the same FP32 registers. A k-tile is
+// 128 bytes of K, whatever the type, so both tracks share one ring of stages in shared memory. Without BF16
+// tiles this is the FP4 (FP8) GEMM, without E4M3 tiles the BF16 GEMM.
 //
-// One producer warpgroup (one thread of it issues TMA copies), two consumer warpgroups (wgmma, epilogue); the grid
-// is persistent. CTAs of a cluster share the larger operand tile: each loads half of it and multicasts.
+// One producer warpgroup (one thread of it issues TMA copies), two consumer warpgroups (wgmma, epilogue); the
+// grid is persistent. CTAs of a cluster share the larger operand tile: each loads half of it and multicasts.
 #pragma once
 
-#include "epilogue.cuh"
-#include "ptx.cuh"
+#include "pipeline.cuh"
 #include "scheduler.cuh"
 #include "wgmma.cuh"
 
 namespace fp4bf16 {
-
-constexpr int kTileBytes = 128;       // of K, in every k-tile
-constexpr int kBoxBytes = 64 * 64 * 2;  // of a result, 64 rows x 64 columns
 
 struct DualParams {
     CUtensorMap a8, b8, a16, b16, d;
@@ -26,69 +22,10 @@ struct DualParams {
     Epilogue epilogue;
 };
 
-template <int kTileM_, int kTileN_, int kStages_, int kClusterM_, int kClusterN_, bool kPromote_, bool kAM_ = false,
-          bool kBN_ = false>
-struct DualConfig {
-    static constexpr int kTileM = kTileM_, kTileN = kTileN_, kStages = kStages_;
-    static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_, kCluster = kClusterM * kClusterN;
-    static constexpr bool kPromote = kPromote_;          // E4M3 sums go to FP32 registers after every k-tile
-    static constexpr bool kAM = kAM_, kBN = kBN_;        // BF16 operands are M-major, N-major
-    static constexpr bool kE4m3 = !kAM && !kBN;          // wgmma takes E4M3 K-major alone
-    static constexpr int kWaves = kTileM / 128;          // m64 fragments of a consumer warpgroup
-    static constexpr int kABytes = kTileM * kTileBytes, kBBytes = kTileN * kTileBytes;
-    static constexpr int kStageBytes = kABytes + kBBytes;
-    // A 16-bit result is staged in a stage of the ring that the producer leaves out, and what does not fit there in
-    // memory of its own, so that it is stored while the next tile is multiplied.
-    static constexpr int kStagingBytes = kTileM * kTileN * 2;
-    static constexpr int kOwnStagingBytes = kStagingBytes > kStageBytes ? kStagingBytes - kStageBytes : 0;
-    static constexpr int kColumnBytes = 2 * ColumnVectors<kTileN>::kFloats * 4;  // of both warpgroups
-    static constexpr int kSharedBytes = kStages * kStageBytes + kOwnStagingBytes + kColumnBytes +
-                                        2 * kStages * 8 + 1024;  // to align
-    static constexpr int kThreads = 384;
-    static constexpr int kAccumulators = kTileN / 2;     // of one fragment and thread
-    // The first k-tile of the next tile is multiplied during the epilogue, into registers that are free then; such
-    // a configuration takes no product without E4M3 tiles.
-    static constexpr bool kOverlap = kE4m3 && kWaves == 1 && (kPromote || kTileN == 192);
+// ---- producer
 
-    static_assert(kTileM % 128 == 0 && kTileM <= 256, "two consumer warpgroups take 64-row fragments in turn");
-    static_assert(kTileN % 64 == 0 && kTileN <= 256, "wgmma.cuh has n = 64, 128, 192, 256");
-    static_assert(kCluster <= 2, "a cluster shares one operand");
-    static_assert((kWaves + kPromote) * kAccumulators <= 192, "accumulators must fit 232 registers");
-    static_assert(kSharedBytes <= 227 * 1024, "a block has 227 KiB of shared memory");
-};
-
-template <class C>
-struct SharedStages {
-    uint8_t* tiles;    // (kStages, A tile then B tile), each 1024-byte aligned
-    uint8_t* staging;  // (kOwnStagingBytes)
-    float* columns;    // (2, ColumnVectors)
-    uint64_t* full;    // (kStages,) the copies have arrived
-    uint64_t* empty;   // (kStages,) the consumers of every CTA that writes here are done
-
-    __device__ explicit SharedStages(uint8_t* raw)
-        : tiles(raw + (1024 - ptx::shared_address(raw) % 1024) % 1024),
-          staging(tiles + C::kStages * C::kStageBytes),
-          columns(reinterpret_cast<float*>(staging + C::kOwnStagingBytes)),
-          full(reinterpret_cast<uint64_t*>(staging + C::kOwnStagingBytes + C::kColumnBytes)),
-          empty(full + C::kStages) {}
-    __device__ uint8_t* a(int stage) const { return tiles + stage * C::kStageBytes; }
-    __device__ uint8_t* b(int stage) const { return a(stage) + C::kABytes; }
-};
-
-// Position in the ring; `parity` is that of the phase to wait for.
-template <int kStages>
-struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ void advance() {
-        if (++stage == kStages) stage = 0, parity ^= 1;
-    }
-};
-
-// ---- producer ----------------------------------------------------------------------------------------------
-
-// One operand's tile of `kRows` rows (of M or N) from row `row` and k-tile `k`. Shared by a cluster (kShare = 2): this
-// CTA loads its half and sends it to both.
+// One operand's tile of `kRows` rows (of M or N) from row `row` and k-tile `k`. Shared by a cluster (kShare =
+// 2): this CTA loads its half and sends it to both.
 template <int kRows, int kShare, bool kMnMajor>
 __device__ inline void load_tile(uint8_t* tile, const CUtensorMap* map, uint64_t* full, int k, int row, int z,
                                  int tile_elements, int rank) {
@@ -155,13 +92,13 @@ __device__ inline void produce(const DualParams& p, const SharedStages<C>& share
     }
 }
 
-// ---- consumers ---------------------------------------------------------------------------------------------
+// ---- consumers
 
 template <class C>
 using Accumulators = float[C::kWaves][C::kAccumulators];
 
-// The value of lane 0, which all lanes share: the compiler then keeps it, and what is computed from it, in uniform
-// registers, where wgmma takes its descriptors from.
+// The value of lane 0, which all lanes share: the compiler then keeps it, and what is computed from it, in
+// uniform registers, where wgmma takes its descriptors from.
 __device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 
 template <class C>
@@ -172,9 +109,9 @@ struct Consumer {
     Ring<C::kStages> ring;
     uint32_t full, empty;     // addresses of the barriers
     uint32_t a_tile, b_tile;  // lower halves of the descriptors of this warpgroup's rows in stage 0
-    uint32_t offset = 0;  // of the stage that was waited for last
-    int held = -1;     // stage that wgmmas in flight still read
-    int storing = -1;  // stage that this warpgroup's stores still read
+    uint32_t offset = 0;      // of the stage that was waited for last
+    int held = -1;            // stage that wgmmas in flight still read
+    int storing = -1;         // stage that this warpgroup's stores still read
 
     __device__ Consumer(const SharedStages<C>& shared, int group)
         : full(uniform(ptx::shared_address(shared.full))),
@@ -192,7 +129,9 @@ struct Consumer {
         offset = uniform(kStageStep * ring.stage);
         ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
     }
-    __device__ uint64_t a(int wave, int step) const { return kUpper | (a_tile + offset + kWaveStep * wave + step); }
+    __device__ uint64_t a(int wave, int step) const {
+        return kUpper | (a_tile + offset + kWaveStep * wave + step);
+    }
     __device__ uint64_t b(int step) const { return kUpper | (b_tile + offset + step); }
 
     // Tells every CTA that writes to this stage that this warp is done with it.
@@ -205,8 +144,9 @@ struct Consumer {
         }
     }
 
-    // The stage that holds a result is free once the stores have read it, which the thread that issued them knows;
-    // the other warps are done with it at once. Called in the next tile, before a barrier of the warpgroup.
+    // The stage that holds a result is free once the stores have read it, which the thread that issued them
+    // knows; the other warps are done with it at once. Called in the next tile, before a barrier of the
+    // warpgroup.
     __device__ void release_storing() {
         if (storing < 0) return;
         if (threadIdx.x % 128 < 32) {
@@ -236,13 +176,15 @@ struct Consumer {
         held = -1;
     }
 
-    // The wgmmas of `kSteps` times 32 bytes of K of one stage. Sums are added to (kAdd), begun in registers that
-    // held nothing (kBegin), or begun anew in registers that keep their place (kRenew).
+    // The wgmmas of `kSteps` times 32 bytes of K of one stage. Sums are added to (kAdd), begun in registers
+    // that held nothing (kBegin), or begun anew in registers that keep their place (kRenew).
     enum First { kAdd, kBegin, kRenew };
     template <First kFirst, class Mma, int kSteps, int kAStep, int kBStep>
     __device__ void multiply(float (&sum)[C::kAccumulators], int wave) {
-        if constexpr (kFirst == kBegin) Mma::begin(sum, a(wave, 0), b(0));
-        else Mma::mma(sum, a(wave, 0), b(0), kFirst == kAdd);
+        if constexpr (kFirst == kBegin)
+            Mma::begin(sum, a(wave, 0), b(0));
+        else
+            Mma::mma(sum, a(wave, 0), b(0), kFirst == kAdd);
 #pragma unroll
         for (int i = 1; i < kSteps; ++i) Mma::mma(sum, a(wave, kAStep * i), b(kBStep * i));
     }
@@ -257,7 +199,8 @@ struct Consumer {
         ptx::wgmma_commit();
     }
 
-    // kOverlap: the first E4M3 k-tile of a tile, into `part` alone. `skip`: a stage lies before it. Without a tile
+    // kOverlap: the first E4M3 k-tile of a tile, into `part` alone. `skip`: a stage lies before it. Without a
+    // tile
     // (`there`) whatever the stage holds is multiplied, for the compiler serialises wgmmas behind a branch.
     __device__ void begin_tile(float (&part)[C::kAccumulators], bool skip, bool there) {
         Ring<C::kStages> at = ring;
@@ -294,9 +237,9 @@ struct Consumer {
         drain();
     }
 
-    // E4M3 k-tiles, each summed from zero and added in FP32. The other warpgroup's wgmmas must cover all that this
-    // one does between two of its own. So the last sum of a k-tile is added while the next tile's address is
-    // fetched, and whether that tile has arrived is asked while this one is multiplied.
+    // E4M3 k-tiles, each summed from zero and added in FP32. The other warpgroup's wgmmas must cover all that
+    // this one does between two of its own. So the last sum of a k-tile is added while the next tile's
+    // address is fetched, and whether that tile has arrived is asked while this one is multiplied.
     __device__ void e4m3_promoted(Accumulators<C>& acc, float (&part)[C::kAccumulators], int tiles) {
         constexpr int kLast = C::kWaves - 1;
         if constexpr (!C::kOverlap) e4m3_tile<kBegin>(acc);  // onto nothing: needs no second sum
@@ -344,8 +287,8 @@ struct Consumer {
         move_on();
     }
 
-    // kEmpty: the accumulators hold nothing yet. The copy engine fills what lies beyond k with zeros, so that a
-    // first tile may be multiplied whole.
+    // kEmpty: the accumulators hold nothing yet. The copy engine fills what lies beyond k with zeros, so that
+    // a first tile may be multiplied whole.
     template <bool kEmpty>
     __device__ void bf16(Accumulators<C>& acc, int tiles, int steps) {
         if constexpr (kEmpty) {
@@ -354,10 +297,17 @@ struct Consumer {
         }
         for (int k = 0; k < tiles - 1; ++k) bf16_tile<4, kAdd>(acc);
         switch (steps) {
-            case 1: bf16_tile<1, kAdd>(acc); break;
-            case 2: bf16_tile<2, kAdd>(acc); break;
-            case 3: bf16_tile<3, kAdd>(acc); break;
-            default: bf16_tile<4, kAdd>(acc);
+            case 1:
+                bf16_tile<1, kAdd>(acc);
+                break;
+            case 2:
+                bf16_tile<2, kAdd>(acc);
+                break;
+            case 3:
+                bf16_tile<3, kAdd>(acc);
+                break;
+            default:
+                bf16_tile<4, kAdd>(acc);
         }
         drain();
     }
@@ -368,9 +318,8 @@ __device__ inline void row_scales(const Epilogue& e, int row, int za, float (&sc
 #pragma unroll
     for (int i = 0; i < 2 * C::kWaves; ++i) {
         const int r = row + i / 2 * 64 + i % 2 * 8;
-        scale[i / 2][i % 2] = e.row_scale != nullptr && r < e.m
-                                  ? __ldg(e.row_scale + za * e.row_batch + r * e.row_step)
-                                  : 1.0f;
+        scale[i / 2][i % 2] =
+            e.row_scale != nullptr && r < e.m ? __ldg(e.row_scale + za * e.row_batch + r * e.row_step) : 1.0f;
     }
 }
 
@@ -389,8 +338,10 @@ __device__ inline void store_staged(const DualParams& p, const SharedStages<C>& 
     for (int wave = 0; wave < C::kWaves; ++wave)
 #pragma unroll
         for (int i = 0; i < kBoxes; ++i) {
-            if (p.epilogue.d_dtype == FP4BF16_BFLOAT16) stage_box<FP4BF16_BFLOAT16>(acc[wave], i, memory(wave, i));
-            else stage_box<FP4BF16_FLOAT16>(acc[wave], i, memory(wave, i));
+            if (p.epilogue.d_dtype == FP4BF16_BFLOAT16)
+                stage_box<FP4BF16_BFLOAT16>(acc[wave], i, memory(wave, i));
+            else
+                stage_box<FP4BF16_FLOAT16>(acc[wave], i, memory(wave, i));
         }
     ptx::fence_async_shared();
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
@@ -424,12 +375,15 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
         auto scale = [&] {
             if (!scaled) return;
 #pragma unroll
-            for (int wave = 0; wave < C::kWaves; ++wave) scale_fragment(acc[wave], by_row[wave], columns.scales());
+            for (int wave = 0; wave < C::kWaves; ++wave)
+                scale_fragment(acc[wave], by_row[wave], columns.scales());
         };
         if constexpr (C::kE4m3) {
             if (e4m3) {
-                if constexpr (C::kPromote) c.e4m3_promoted(acc, part, p.k8_tiles);
-                else c.e4m3_fast(acc, part, p.k8_tiles);
+                if constexpr (C::kPromote)
+                    c.e4m3_promoted(acc, part, p.k8_tiles);
+                else
+                    c.e4m3_fast(acc, part, p.k8_tiles);
                 columns.publish(1 + group);
                 scale();
             }
@@ -460,7 +414,7 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
     ptx::store_wait();
 }
 
-// ---- kernel ------------------------------------------------------------------------------------------------
+// ---- kernel
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_dual_gemm(const __grid_constant__ DualParams p) {
@@ -476,8 +430,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_dual_gemm(const __grid_co
         }
         ptx::fence_barrier_init();
     }
-    if constexpr (C::kCluster == 1) __syncthreads();
-    else ptx::cluster_arrive(), ptx::cluster_wait();
+    if constexpr (C::kCluster == 1)
+        __syncthreads();
+    else
+        ptx::cluster_arrive(), ptx::cluster_wait();
 
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();

@@ -9,9 +9,9 @@ extern const GemmConfig kPromoted256x128, kPromoted128x192, kPromoted128x128, kF
 namespace {
 
 // Numbered from 1.
-const GemmConfig* const kConfigs[] = {
-    &kPromoted256x128, &kPromoted128x192, &kPromoted128x128, &kFast128x256, &kFast128x192, &kFast128x128,
-    &kBf16Mk256,       &kBf16Kn256,       &kBf16Mn256,       &kBf16Mk128,   &kBf16Kn128,   &kBf16Mn128};
+const GemmConfig* const kConfigs[] = {&kPromoted256x128, &kPromoted128x192, &kPromoted128x128, &kFast128x256,
+                                      &kFast128x192,     &kFast128x128,     &kBf16Mk256,       &kBf16Kn256,
+                                      &kBf16Mn256,       &kBf16Mk128,       &kBf16Kn128,       &kBf16Mn128};
 constexpr int kCount = sizeof kConfigs / sizeof kConfigs[0];
 
 bool fits(const GemmConfig& c, const fp4bf16_gemm_args& g) {
@@ -21,9 +21,9 @@ bool fits(const GemmConfig& c, const fp4bf16_gemm_args& g) {
     return !c.e4m3_alone;
 }
 
-// Time of a product up to a factor: waves, times the k-tiles of one output tile and what comes between two of them
-// (measured on an H200: about 2 k-tiles of 128 x 256), times the size of a tile. Small tiles keep the tensor cores
-// waiting for shared memory; a promoted 256x128 tile waits for its additions.
+// Time of a product up to a factor: waves, times the k-tiles of one output tile and what comes between two of
+// them (measured on an H200: about 2 k-tiles of 128 x 256), times the size of a tile. Small tiles keep the
+// tensor cores waiting for shared memory; a promoted 256x128 tile waits for its additions.
 double cost(const GemmConfig& c, const fp4bf16_gemm_args& g, int multiprocessors) {
     const int64_t rows = int64_t{c.tile_m} * c.cluster_m, columns = int64_t{c.tile_n} * c.cluster_n;
     const int64_t tiles = ceil_div(g.m, rows) * ceil_div(g.n, columns) * g.batch_count;
@@ -68,11 +68,12 @@ fp4bf16_status sm90_gemm(const fp4bf16_gemm_args& g, cudaStream_t stream) {
     FP4BF16_TRY(multiprocessor_count(&count));
     const int i = g.config == 0 ? choose(g, count) : g.config - 1;
     if (i < 0 || i >= kCount || !fits(*kConfigs[i], g))
-        return fail(FP4BF16_INVALID_ARGUMENT,
-                    "gemm: config is %d, but there is none of that number (1 to %d) for k8 = %lld, accumulate = %d, "
-                    "a16_m_major = %d, b16_n_major = %d; pass 0",
-                    g.config, kCount, static_cast<long long>(g.k8), static_cast<int>(g.accumulate), g.a16_m_major,
-                    g.b16_n_major);
+        return fail(
+            FP4BF16_INVALID_ARGUMENT,
+            "gemm: config is %d, but there is none of that number (1 to %d) for k8 = %lld, accumulate = %d, "
+            "a16_m_major = %d, b16_n_major = %d; pass 0",
+            g.config, kCount, static_cast<long long>(g.k8), static_cast<int>(g.accumulate), g.a16_m_major,
+            g.b16_n_major);
     return kConfigs[i]->launch(g, count, stream);
 }
 

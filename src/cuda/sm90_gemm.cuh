@@ -7,7 +7,8 @@
 
 namespace fp4bf16 {
 
-// The map of one operand for configuration C: rows of M or N (`kRows` a tile, `kShare` CTAs load it together).
+// The map of one operand for configuration C: rows of M or N (`kRows` a tile, `kShare` CTAs load it
+// together).
 template <int kRows, int kShare>
 fp4bf16_status operand_map(const char* name, const void* data, int element_bytes, bool mn_major, int64_t rows,
                            int64_t k, int64_t stride, int64_t batch, int64_t batch_stride, CUtensorMap* map) {
@@ -49,17 +50,17 @@ inline Epilogue make_epilogue(const fp4bf16_gemm_args& g) {
     return e;
 }
 
-// Clusters of C that the current device holds at once, found once a device; raises the kernel's limit of shared
-// memory on the way.
+// Clusters of C that the current device holds at once, found once a device; raises the kernel's limit of
+// shared memory on the way.
 template <class C>
 fp4bf16_status resident_clusters(cudaLaunchConfig_t launch, int* clusters) {
     static int known[64] = {};
     int device = 0;
     FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "gemm"));
     if (device < 64 && known[device] > 0) return *clusters = known[device], FP4BF16_OK;
-    FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(sm90_dual_gemm<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 C::kSharedBytes),
-                            "gemm"));
+    FP4BF16_TRY(cuda_result(
+        cudaFuncSetAttribute(sm90_dual_gemm<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),
+        "gemm"));
     launch.gridDim = dim3(C::kCluster);
     FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(clusters, sm90_dual_gemm<C>, &launch), "gemm"));
     if (device < 64) known[device] = *clusters;
@@ -75,14 +76,16 @@ fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, int multiprocessors, cuda
     p.k16_steps = static_cast<int>(ceil_div(g.k16 - (p.k16_tiles - 1) * int64_t{64}, 16));
     p.a_div = static_cast<int>(g.a_batch_div), p.a_mod = static_cast<int>(g.a_batch_mod);
     p.b_div = static_cast<int>(g.b_batch_div), p.b_mod = static_cast<int>(g.b_batch_mod);
-    const int64_t tiles_m = ceil_div(g.m, C::kTileM * C::kClusterM), tiles_n = ceil_div(g.n, C::kTileN * C::kClusterN);
+    const int64_t tiles_m = ceil_div(g.m, C::kTileM * C::kClusterM),
+                  tiles_n = ceil_div(g.n, C::kTileN * C::kClusterN);
     if (tiles_m * tiles_n > INT32_MAX / g.batch_count)
-        return fail(FP4BF16_INVALID_ARGUMENT, "gemm: d (%lld, %lld, %lld) has more than 2^31 tiles; split the batch",
-                    static_cast<long long>(g.batch_count), static_cast<long long>(g.m), static_cast<long long>(g.n));
+        return fail(
+            FP4BF16_INVALID_ARGUMENT, "gemm: d (%lld, %lld, %lld) has more than 2^31 tiles; split the batch",
+            static_cast<long long>(g.batch_count), static_cast<long long>(g.m), static_cast<long long>(g.n));
     p.schedule = Schedule(tiles_m, tiles_n, g.batch_count);
     p.epilogue = make_epilogue(g);
-    p.staged = g.d_dtype != FP4BF16_FLOAT32 && reinterpret_cast<uintptr_t>(g.d) % 16 == 0 && g.d_stride % 8 == 0 &&
-               (g.batch_count == 1 || g.d_batch_stride % 8 == 0);
+    p.staged = g.d_dtype != FP4BF16_FLOAT32 && reinterpret_cast<uintptr_t>(g.d) % 16 == 0 &&
+               g.d_stride % 8 == 0 && (g.batch_count == 1 || g.d_batch_stride % 8 == 0);
     if (p.staged)  // 16-bit elements, whichever
         FP4BF16_TRY(make_tensor_map("gemm", "d", g.d, 2,
                                     {g.n, g.m, g.batch_count, g.d_stride, g.d_batch_stride, 64, 64}, &p.d));

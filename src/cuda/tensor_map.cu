@@ -17,10 +17,11 @@ fp4bf16_status encoder(const char* function, Encode* encode) {
                                                                  cudaEnableDefault, &state),
                                 function));
         if (state != cudaDriverEntryPointSuccess || entry == nullptr)
-            return fail(FP4BF16_CUDA_ERROR,
-                        "%s: the driver has no cuTensorMapEncodeTiled (query result %d); update it to one for "
-                        "CUDA 12 or later",
-                        function, static_cast<int>(state));
+            return fail(
+                FP4BF16_CUDA_ERROR,
+                "%s: the driver has no cuTensorMapEncodeTiled (query result %d); update it to one for "
+                "CUDA 12 or later",
+                function, static_cast<int>(state));
         found = reinterpret_cast<Encode>(entry);
     }
     *encode = found;
@@ -37,22 +38,23 @@ fp4bf16_status make_tensor_map(const char* function, const char* name, const voi
     const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(shape.columns), static_cast<cuuint64_t>(shape.rows),
                                  static_cast<cuuint64_t>(shape.batch)};
     const cuuint64_t row = static_cast<cuuint64_t>(shape.row_stride) * bytes;
-    const cuuint64_t strides[2] = {row, shape.batch > 1 ? static_cast<cuuint64_t>(shape.batch_stride) * bytes : row};
-    const cuuint32_t box[3] = {static_cast<cuuint32_t>(shape.box_columns), static_cast<cuuint32_t>(shape.box_rows),
-                               1};
+    const cuuint64_t matrix = static_cast<cuuint64_t>(shape.batch_stride) * bytes;
+    const cuuint64_t strides[2] = {row, shape.batch > 1 ? matrix : row};
+    const cuuint32_t box[3] = {static_cast<cuuint32_t>(shape.box_columns),
+                               static_cast<cuuint32_t>(shape.box_rows), 1};
     const cuuint32_t steps[3] = {1, 1, 1};
-    const CUresult result =
-        encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-               const_cast<void*>(pointer), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encode(
+        map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
+        const_cast<void*>(pointer), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT,
-                "%s: no tensor map for %s (%lld, %lld) with a row stride of %lld bytes at offset %d of 16 (driver "
-                "error %d); operands must be 16-byte aligned, strides multiples of 16 bytes",
-                function, name, static_cast<long long>(shape.rows), static_cast<long long>(shape.columns),
-                static_cast<long long>(row), static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % 16),
-                static_cast<int>(result));
+    return fail(
+        FP4BF16_INVALID_ARGUMENT,
+        "%s: no tensor map for %s (%lld, %lld) with a row stride of %lld bytes at offset %d of 16 (driver "
+        "error %d); operands must be 16-byte aligned, strides multiples of 16 bytes",
+        function, name, static_cast<long long>(shape.rows), static_cast<long long>(shape.columns),
+        static_cast<long long>(row), static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % 16),
+        static_cast<int>(result));
 }
 
 }  // namespace fp4bf16
