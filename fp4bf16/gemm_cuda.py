@@ -433,7 +433,7 @@ def planned(op: str, operands: tuple, out: Any, options: tuple, long: Callable[[
         array = first.packed if type(first) is QuantizedArray else first
         framework = device._KINDS[type(array)]
         if not framework.on_device(array):
-            return long()
+            raise TypeError("nothing is planned on the host")
         found = tape.plans(framework.name)
         address, signature = framework.address, found.signature
         key, addresses = [op, resolve_track(options[0], ""), options], []
@@ -455,7 +455,9 @@ def planned(op: str, operands: tuple, out: Any, options: tuple, long: Callable[[
         key = tuple(key)
         plan = found.known.get(key)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        return long()  # which says what is wrong
+        key = None
+    if key is None:  # here, so that what `long` says of wrong operands has no other error in front
+        return long()
     if plan is None:
         return _planning(found, key, operands, out, long)
     if framework.current_device() == plan.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import subprocess
@@ -459,3 +460,19 @@ def test_no_float32_copy_of_a_prepared_weight_is_kept(m, most):
     kept, peak = map(int, done.stdout.split())
     assert kept < 9 << 20, "a copy of the 16 MiB that the weight has in float32 outlives the call"
     assert peak < most << 20, "more than one operand was decoded at once"
+
+
+def test_a_refused_call_is_tried_once_and_has_no_other_error_before_it(monkeypatch):
+    torch = pytest.importorskip("torch")
+    gemm, tries = importlib.import_module("fp4bf16.gemm"), []
+    product = gemm._matmul
+    monkeypatch.setattr(gemm, "_matmul", lambda *args: tries.append(1) or product(*args))
+    for call in (
+        lambda: fb.matmul(torch.ones(4, 32), torch.ones(31, 3)),
+        lambda: fb.linear(torch.ones(4, 32), torch.ones(3, 31)),
+        lambda: fb.matmul([[1.0, 2.0]], [[1.0]]),
+    ):
+        tries.clear()
+        with pytest.raises(fb.ShapeError) as refused:
+            call()
+        assert len(tries) <= 1 and refused.value.__context__ is None
