@@ -266,6 +266,22 @@ def test_quantisers_are_compared_with_the_reference(emulated):
     assert made[1].nbytes == 32 * 96 * 3 + 32 * 4
 
 
+def test_a_quantiser_that_makes_another_t_is_found_out(emulated, monkeypatch):
+    torch, library = emulated
+    given, held = library.quantize_args, []
+
+    def other(*args, down_t=None, **how):
+        held.append(None if down_t is None else 2 * down_t)
+        return given(*args, down_t=held[-1], **how)
+
+    monkeypatch.setattr(library, "quantize_args", other)
+    arm = arms.quantise_arms(torch, library, 32, 96, l2=0, with_t=True)[-1]
+    for i in range(arm.sets):
+        arm.run(i)
+    error, of_kernel = arm.check()
+    assert error > 0.9 and of_kernel == math.inf
+
+
 def test_operand_sets_exceed_the_cache():
     assert timing.sets_needed(arms.set_bytes((4096, 4096, 4096)), 60 << 20) == 3
     for shape in goals.SHAPES:
