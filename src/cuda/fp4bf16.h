@@ -111,8 +111,8 @@ FP4BF16_API fp4bf16_status fp4bf16_amax(const void* x, fp4bf16_dtype dtype, int6
  * layout, blocks run along k. Element (row, k) of x lies at
  *     (row / after) * x_stride + k * k_stride + row % after
  * and is element (row / after) * (k_size * after) + k * after + row % after of the logical array (the index
- * of its random number). after = 1, k_stride = 1: rows of contiguous k, x_stride apart. after = n, k_stride =
- * n: blocks run along the second last axis, `after` being the product of the axes behind it. */
+ * of its random number). after = 1, k_stride = 1: rows of contiguous k, x_stride apart. after = n,
+ * k_stride = n: blocks run along the second last axis, `after` being the product of the axes behind it. */
 typedef struct fp4bf16_quantize_args {
     const void* x;
     int64_t rows, k_size, after, x_stride, k_stride;
@@ -139,8 +139,7 @@ typedef struct fp4bf16_quantize_args {
     uint8_t* block_scale;    /* (rows, kp / 16 or 32) */
     float* outer_scale;      /* (groups,) decode scales; mxfp4: not written */
     double* sums;    /* (rows, 3): squares of x, of its decoded value, of the difference; upper bounds */
-    int32_t* counts; /* (5,), added to: clipped elements; underflowed, zero, overflowed, non-finite
-                      * blocks */
+    int32_t* counts; /* (5,), added to: clipped elements; underflowed, zero, overflowed, non-finite blocks */
 
     /* Outlier columns: their BF16 values go to hidden, and they count as zero in everything above. */
     const int32_t* outlier_index; /* (outliers,) ascending */
@@ -169,8 +168,8 @@ FP4BF16_API fp4bf16_status fp4bf16_dequantize(fp4bf16_format format, const uint8
                                               int64_t k_stride, void* stream);
 
 /* expanded (rows, expanded_stride) = E4M3 of code * block_scale; packed (rows, kp / 2). *inexact (device, may
- * be NULL) counts the products that E4M3 does not hold, and must be zero before. nvfp4_exact and nvfp4 alone.
- */
+ * be NULL) counts the products that E4M3 does not hold, and must be zero before. nvfp4_exact and nvfp4
+ * alone. */
 FP4BF16_API fp4bf16_status fp4bf16_expand(fp4bf16_format format, const uint8_t* packed,
                                           const uint8_t* block_scale, int64_t rows, int64_t kp,
                                           uint8_t* expanded, int64_t expanded_stride, int32_t* inexact,

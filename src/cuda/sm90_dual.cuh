@@ -199,9 +199,9 @@ struct Consumer {
         ptx::wgmma_commit();
     }
 
-    // kOverlap: the first E4M3 k-tile of a tile, into `part` alone. `skip`: a stage lies before it. Without a
-    // tile
-    // (`there`) whatever the stage holds is multiplied, for the compiler serialises wgmmas behind a branch.
+    // kOverlap: the first E4M3 k-tile of a tile, into `part` alone. `skip`: a stage lies before it. Where
+    // there is no such tile (not `there`) whatever the stage holds is multiplied: the compiler serialises
+    // wgmmas behind a branch.
     __device__ void begin_tile(float (&part)[C::kAccumulators], bool skip, bool there) {
         Ring<C::kStages> at = ring;
         if (skip) at.advance();
