@@ -164,8 +164,9 @@ def matmul(
         stream: must be None for host arrays. On the GPU an int handle or any stream object; default: the
             framework's current stream. On another one the result belongs to it and nothing waits: order it
             with the streams that made the operands, and keep these until it is done (`record_stream` of a
-            PyTorch tensor that is let go before). format: FP4 format of operands quantised on the fly; default: that of
-            the prepared operand, else "nvfp4_exact".
+            PyTorch tensor that is let go before).
+        format: FP4 format of operands quantised on the fly; default: that of the prepared operand, else
+            "nvfp4_exact".
         accumulate: how FP8 tensor cores sum: "promoted" to FP32 every 128 elements of K, or "fast", up to a
             tenth faster and coarser (they keep about 14 bits). Elsewhere sums are FP32 throughout.
 
