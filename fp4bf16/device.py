@@ -105,6 +105,13 @@ def check_together(op: str, operands: Sequence[tuple[str, Any]]) -> None:
                             f"one of them so that all operands are of one framework and device")  # fmt: skip
 
 
+def check_container(name: str, q: Any) -> None:
+    """Raise unless the arrays of a `QuantizedArray` fit one another and lie on one device."""
+    q.check()
+    parts = ("packed", "block_scale", "outer_scale", "_expanded")
+    check_together(name, [(f"{name}.{n.lstrip('_')}", getattr(q, n)) for n in parts])
+
+
 def common(op: str, arrays: Sequence[DeviceArray]) -> DeviceArray:
     """The first of `arrays`, after checking that all are of its framework and device."""
     first = arrays[0]

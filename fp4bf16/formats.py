@@ -145,12 +145,17 @@ class QuantizedArray:
     _expanded: Any = field(default=None, repr=False)
 
     def __post_init__(self):
-        self.format = get_format(self.format)
         self.shape, self.order = tuple(map(int, self.shape)), tuple(map(int, self.order))
+        self.check()
+
+    def check(self) -> None:
+        """Raise for arrays that do not fit one another, as they may not after one was replaced by hand."""
+        self.format = get_format(self.format)
         n = len(self.shape)
         if n == 0 or sorted(self.order) != list(range(n)):
             raise ShapeError(
-                f"QuantizedArray: order {self.order} is not a permutation of the {n} axes of {self.shape}"
+                f"QuantizedArray: order {self.order} is not a permutation of the {n} axes of {self.shape}; "
+                f"pass the stored position of each axis"
             )
         *lead, k = self.stored_shape
         block = self.format.block
@@ -161,6 +166,8 @@ class QuantizedArray:
         elif self.block_scale is not None:
             raise ShapeError("QuantizedArray: block_scale must be None for fp8, which has no block scale")
         self._check_outer((*lead, 1))
+        if self._expanded is not None:
+            self._check("expanded", self._expanded, (*lead, self.k_padded))
 
     def _check(self, name: str, array: Any, want: tuple[int, ...]) -> None:
         _check_array(name, array)
@@ -190,6 +197,11 @@ class QuantizedArray:
             raise ShapeError(
                 f"QuantizedArray: outer_scale of a {self.format} array of shape {self.shape} stored in order "
                 f"{self.order} must be {needed}, but is {got}; reshape it"
+            )
+        if outer is not None and "float" not in str(outer.dtype):  # bfloat16, torch.float32 as well
+            raise DTypeError(
+                f"QuantizedArray: outer_scale has dtype {outer.dtype}, but float32 is needed; pass the "
+                f"decode scales themselves, no exponents"
             )
 
     # ---- shape

@@ -47,6 +47,14 @@ def _part(q: QuantizedArray, name: str) -> DeviceArray | None:
     return None if part is None else contiguous(device.operand(part, name))
 
 
+def _outer(q: QuantizedArray) -> DeviceArray | None:
+    """The outer scale where it lies; float32, as the kernels read it."""
+    if q.outer_scale is None:
+        return None
+    outer = device.operand(q.outer_scale, "outer_scale")
+    return outer if outer.dtype == "float32" else left_to_framework(device.astype(outer, "float32"))
+
+
 def expanded(q: QuantizedArray) -> DeviceArray:
     """E4M3 bytes in the stored layout, rows 16-byte aligned, kept on `q` for the next call."""
     if q.format.name != "fp8":
@@ -102,7 +110,8 @@ def _outer_steps(q: QuantizedArray, outer: DeviceArray) -> tuple[int, ...]:
 def _decoded(q: QuantizedArray, dtype: str, scaled: bool, stream: int) -> tuple[DeviceArray, tuple[int, ...]]:
     """(decoded rows of q, strides of the stored axes); with the outer scale if `scaled`."""
     packed, block = _part(q, "packed"), _part(q, "block_scale")
-    outer = _part(q, "outer_scale") if scaled else None
+    outer = _outer(q) if scaled else None
+    outer = None if outer is None else contiguous(outer)
     mid, inner = 1, max(1, q.rows)
     if outer is not None:
         varies = [n > 1 for n in outer.shape[:-1]]
@@ -122,7 +131,7 @@ def _decoded(q: QuantizedArray, dtype: str, scaled: bool, stream: int) -> tuple[
 
 def _prepared(q: QuantizedArray, right: bool, exact: bool, stream: int) -> Matrices:
     """A quantised operand of the FP4 track: E4M3 bytes if `exact`, else BF16, outer scales apart."""
-    outer = None if q.outer_scale is None else device.operand(q.outer_scale, "outer_scale")
+    outer = _outer(q)
     if exact:
         array = expanded(q)
         return _logical(q, array, array.strides, kernels.round_up(q.k, 16), outer, right)
@@ -148,7 +157,7 @@ def bf16_side(arg: Arg, right: bool, stream: int) -> Matrices:
 
 def decoded_side(q: QuantizedArray, right: bool, stream: int) -> Matrices:
     """A quantised operand decoded to BF16; one outer scale for all of it stays apart, as `scale`."""
-    outer = None if q.outer_scale is None else device.operand(q.outer_scale, "outer_scale")
+    outer = _outer(q)
     if outer is None or outer.size != 1 or q.format.name != "nvfp4":
         return dense(q, right, stream)
     array, strides = _decoded(q, "bfloat16", False, stream)

@@ -38,7 +38,12 @@ class Arg:
 
 def as_arg(x: Any, name: str) -> Arg:
     if isinstance(x, QuantizedArray):
-        o = device.operand(x.packed, name) if device.is_device(x.packed) else wrap(x.packed, name)
+        if device.is_device(x.packed):
+            device.check_container(name, x)
+            o = device.operand(x.packed, name)
+        else:
+            x.check()
+            o = wrap(x.packed, name)
         return Arg(x, name, x.shape, o.framework, None, None, o)
     if isinstance(x, DualWeight):
         return Arg(x, name, x.shape, x.framework, None, None, x.place)

@@ -224,6 +224,7 @@ def _fill(out: QuantizedArray, scale, stats) -> QuantizedArray:
 
 def _stored(xq: QuantizedArray):
     """(packed rows, block scale rows, outer per row or None, framework) of a container, as NumPy views."""
+    xq.check()
     packed = wrap(xq.packed, "xq.packed")
     scale = None if xq.block_scale is None else wrap(xq.block_scale, "xq.block_scale").array
     rows = xq.rows

@@ -115,3 +115,72 @@ def test_certificate_of_an_empty_contraction(rng):
     w = put(np.empty((0, 4), np.float32))
     y, certificate = fb.matmul(put(np.empty((3, 0), np.float32)), fb.DualWeight(w), certify=True)
     assert not y.array.any() and certificate.bound == 0
+
+
+# ---- containers whose arrays were replaced by hand
+def replaced(q, **fields):
+    new = q.T.T
+    for name, value in fields.items():
+        setattr(new, name, value)
+    return new
+
+
+def uses(x, q):
+    """What reads a container."""
+    yield lambda: fb.dequantize(q)
+    for track in ("fp4", "bf16"):
+        yield lambda track=track: fb.matmul(x, q, track=track)
+    yield lambda: fb.linear(x, q.T)
+    yield lambda: fb.quantize(fb.dequantize(fb.quantize(x.T)), axis=-2, out=q)
+
+
+def test_parts_on_two_devices(rng):
+    x, w = draw(rng, (16, 32)), draw(rng, (32, 16))
+    q = fb.quantize(put(w), axis=-2)
+    for name in ("block_scale", "outer_scale"):
+        there, here = FakeArray(getattr(q, name).array, 1), getattr(q, name).array
+        for part, place in ((there, "fake array on cuda:1"), (here, "numpy array on the host")):
+            for call in uses(put(x), replaced(q, **{name: part})):
+                with pytest.raises(TypeError, match=f"cuda:0 but .*{name} is a {place}; move"):
+                    call()
+
+
+def test_parts_that_do_not_fit(rng):
+    x, w = draw(rng, (16, 32)), draw(rng, (32, 16))
+    q = fb.quantize(put(w), axis=-2)
+    want = fb.matmul(put(x), q)
+    for fields, sentence in (
+        ({"packed": q.packed[:4]}, r"packed of .* must be \(16, 16\), but is \(4, 16\); pass"),
+        ({"block_scale": None}, r"block_scale of .* must be \(16, 2\), but is None; pass"),
+        ({"outer_scale": q.outer_scale[:4]}, r"outer_scale of .*, but is \(4, 1\); reshape it"),
+        ({"outer_scale": None}, "outer_scale of .*, but is None; reshape it"),
+        ({"outer_scale": put(np.ones((16, 1), np.int32))}, "has dtype int32, but float32 is needed; pass"),
+        ({"_expanded": put(np.ones((3, 3), np.uint8))}, r"expanded of .*, but is \(3, 3\); pass"),
+        ({"format": "nvfp5"}, "'nvfp5' is not a format"), ({"order": (0, 0)}, "not a permutation .*; pass"),
+    ):  # fmt: skip
+        for call in list(uses(put(x), replaced(q, **fields)))[:3]:
+            with pytest.raises((TypeError, ValueError), match=sentence):
+                call()
+    close(fb.matmul(put(x), q), want.array)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_outer_scale_of_another_dtype(rng, dtype):
+    """Converted where it is read; nothing is written to it."""
+    x, w = draw(rng, (16, 32)), draw(rng, (32, 16))
+    for fmt in ("nvfp4_exact", "nvfp4", "fp8"):
+        q = fb.quantize(put(w), fmt, axis=-2, outer=-3)
+        outer = put(q.outer_scale.array.astype(fb.interop.BFLOAT16 if dtype == "bfloat16" else dtype))
+        other = fb.QuantizedArray(q.packed, q.block_scale, outer, fmt, q.shape, q.order)
+        for track in ("fp4", "bf16"):
+            for _ in range(2):
+                close(fb.matmul(put(x), other, track=track), fb.matmul(put(x), q, track=track).array)
+        close(fb.dequantize(other), fb.dequantize(q).array)
+        with pytest.raises(
+            fb.DTypeError, match=f"outer_scale has dtype {dtype}, but float32 is written; pass"
+        ):
+            fb.quantize(put(w), fmt, axis=-2, outer=-3, out=other)
+    for place in (put, np.asarray):
+        q, exponents = fb.quantize(place(w), axis=-2), place(np.ones((16, 1), np.int32))
+        with pytest.raises(fb.DTypeError, match="dtype int32, but float32 is needed; pass the decode scales"):
+            fb.QuantizedArray(q.packed, q.block_scale, exponents, q.format, q.shape, q.order)

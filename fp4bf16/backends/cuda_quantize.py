@@ -251,13 +251,18 @@ def _raise_non_finite(counts: DeviceArray) -> None:
 def _targets(out, fmt: Format, x: DeviceArray, axis: int, expand: bool) -> dict[str, DeviceArray]:
     """`out`'s arrays by name, after checking that they are what the result needs."""
     check_out(out, fmt, x.shape, stored_order(len(x.shape), axis))
+    out.check()
     parts = {n: getattr(out, n) for n in ("packed", "block_scale", "outer_scale")}
     if expand and fmt.block:
         parts["expanded"] = out._expanded
     parts = {n: p for n, p in parts.items() if p is not None}
     device.check_together("quantize", [("x", x)] + [(f"out.{n}", p) for n, p in parts.items()])
     found = {n: device.operand(p, f"out.{n}") for n, p in parts.items()}
-    for p in found.values():
+    for name, p in found.items():
+        want = "float32" if name == "outer_scale" else "uint8"
+        if p.dtype != want:
+            raise DTypeError(f"quantize: {p.name} has dtype {p.dtype}, but {want} is written; pass an out "
+                             f"made by the same call")  # fmt: skip
         if not p.c_contiguous:
             raise ValueError(f"quantize: {p.name} is not contiguous; pass out.copy()")
         if device.overlap(p, x):
@@ -280,6 +285,7 @@ class Stored(NamedTuple):
 
 def stored(op: str, xq: QuantizedArray, name: str = "xq") -> Stored:
     """The arrays of a container on the device; inside `device.ordered`, as it may have to copy some."""
+    xq.check()
     parts = [(f"{name}.{n}", getattr(xq, n)) for n in ("packed", "block_scale", "outer_scale")]
     device.check_together(op, parts)
     packed, scale, outer = (None if p is None else device.contiguous(device.operand(p, n)) for n, p in parts)
@@ -350,6 +356,7 @@ def _new(xq: QuantizedArray, like: DeviceArray, dtype: str) -> tuple[DeviceArray
 
 def expand(xq: QuantizedArray, stream=None):
     """E4M3 bytes of a container on the device; "nvfp4" is looked at, which waits for the device."""
+    xq.check()
     if xq.format.block == 0:
         return xq.packed
     if xq.format.name == "mxfp4":
