@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from host_cuda import host_cuda, put  # noqa: F401  (fixtures)
+from host_cuda import FakeArray, host_cuda, put  # noqa: F401  (fixtures)
 from test_gemm_device import close, draw, gpu  # noqa: F401
 
 import fp4bf16 as fb
@@ -44,4 +44,26 @@ def test_a_status_is_an_exception(rng, gpu, monkeypatch, status, kind, sentence,
         assert type(refused.value) is kind and str(refused.value) == sentence
     failing.clear()
     close(fb.matmul(x, w), np.matmul(a.astype(np.float64), b), 2e-2)
+    device._function.cache_clear()
+
+
+def test_strided_outer_scales_of_single_rows(rng, gpu, monkeypatch):  # noqa: F811
+    """Matrices of one row fold into one, whose scales the library takes only side by side."""
+    steps, launch = [], gpu.lib.fp4bf16_gemm
+
+    def look(args, stream):
+        steps.extend((args.row_scale_step, args.col_scale_step))
+        return launch(args, stream)
+
+    callback = gpu.ffi.callback("fp4bf16_status(fp4bf16_gemm_args*, void*)", look)
+    monkeypatch.setattr(gpu.lib, "fp4bf16_gemm", callback)
+    device._function.cache_clear()
+    q, w = fb.quantize(put(draw(rng, (4, 1, 32)))), fb.quantize(put(draw(rng, (32, 8))), axis=-2)
+    want = fb.matmul(q, w)
+    wide = np.ones((8, 1, 1), np.float32)
+    wide[::2] = q.outer_scale.array
+    by_hand = fb.QuantizedArray(q.packed, q.block_scale, FakeArray(wide[::2]), q.format, q.shape, q.order)
+    for _ in range(2):
+        close(fb.matmul(by_hand, w), want.array)
+    assert set(steps) <= {0, 1}
     device._function.cache_clear()

@@ -108,7 +108,7 @@ def folded(x: Matrices) -> Matrices | None:
     if x.scale is not None:
         over = uniform(x.lead, x.scale_steps)
         scale_stride = over if x.rows == 1 else x.scale_stride
-        if over is None or over != x.rows * scale_stride:
+        if over is None or over != x.rows * scale_stride or scale_stride not in (0, 1):
             return None
     return replace(x, lead=(), steps=(), rows=count * x.rows, row_stride=stride, scale_steps=(),
                    scale_stride=scale_stride)  # fmt: skip
