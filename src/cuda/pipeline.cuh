@@ -30,9 +30,6 @@ struct DualConfig {
         kStages * kStageBytes + kOwnStagingBytes + kColumnBytes + 2 * kStages * 8 + 1024;  // to align
     static constexpr int kThreads = 384;
     static constexpr int kAccumulators = kTileN / 2;  // of one fragment and thread
-    // The first k-tile of the next tile is multiplied during the epilogue, into registers that are free then;
-    // such a configuration takes no product without E4M3 tiles.
-    static constexpr bool kOverlap = kE4m3 && kWaves == 1 && (kPromote || kTileN == 192);
 
     static_assert(kTileM % 128 == 0 && kTileM <= 256,
                   "two consumer warpgroups take 64-row fragments in turn");

@@ -199,37 +199,10 @@ struct Consumer {
         ptx::wgmma_commit();
     }
 
-    // kOverlap: the first E4M3 k-tile of a tile, into `part` alone. `skip`: a stage lies before it. Where
-    // there is no such tile (not `there`) whatever the stage holds is multiplied: the compiler serialises
-    // wgmmas behind a branch.
-    __device__ void begin_tile(float (&part)[C::kAccumulators], bool skip, bool there) {
-        Ring<C::kStages> at = ring;
-        if (skip) at.advance();
-        offset = uniform(kStageStep * at.stage);
-        if (there) ptx::barrier_wait(full + 8 * at.stage, at.parity);
-        ptx::wgmma_fence();
-        multiply<kRenew, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(part, 0);
-        ptx::wgmma_commit();
-    }
-    // Until the first k-tile is multiplied; its stage is free then.
-    __device__ void end_first(int stage) {
-        ptx::wgmma_wait<0>();
-        release(stage);
-        release_storing();
-    }
-
     // E4M3 k-tiles, sums kept by the tensor core (about 14 bits).
-    __device__ void e4m3_fast(Accumulators<C>& acc, float (&part)[C::kAccumulators], int tiles) {
-        if constexpr (C::kOverlap) {
-            const int stage = ring.stage;
-            ring.advance();
-            end_first(stage);
-#pragma unroll
-            for (int i = 0; i < C::kAccumulators; ++i) acc[0][i] = part[i];
-        } else {
-            e4m3_tile<kBegin>(acc);
-            move_on();
-        }
+    __device__ void e4m3_fast(Accumulators<C>& acc, int tiles) {
+        e4m3_tile<kBegin>(acc);
+        move_on();
         for (int k = 1; k < tiles; ++k) {
             e4m3_tile<kAdd>(acc);
             move_on();
@@ -238,21 +211,25 @@ struct Consumer {
     }
 
     // E4M3 k-tiles, each summed from zero and added in FP32. The other warpgroup's wgmmas must cover all that
-    // this one does between two of its own. So the last sum of a k-tile is added while the next tile's
-    // address is fetched, and whether that tile has arrived is asked while this one is multiplied.
-    __device__ void e4m3_promoted(Accumulators<C>& acc, float (&part)[C::kAccumulators], int tiles) {
+    // this one does between two of its own. So whether the next tile has arrived is asked while this one is
+    // multiplied, and where there are two sums a tile the last is added while the next tile's address is
+    // fetched.
+    __device__ void e4m3_promoted(Accumulators<C>& acc, int tiles) {
         constexpr int kLast = C::kWaves - 1;
-        if constexpr (!C::kOverlap) e4m3_tile<kBegin>(acc);  // onto nothing: needs no second sum
+        constexpr bool kDefer = C::kWaves > 1;
+        float part[C::kAccumulators];
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators; ++i) part[i] = -0.0f;  // adds nothing to any number
+        e4m3_tile<kBegin>(acc);                                      // onto nothing: needs no second sum
         int stage = ring.stage;
         ring.advance();
         bool arrived = tiles > 1 && arrived_already();
-        end_first(stage);
-#pragma unroll
-        for (int i = 0; i < C::kAccumulators; ++i)  // -0 adds nothing to any number
-            (C::kOverlap ? acc[kLast][i] : part[i]) = -0.0f;
+        ptx::wgmma_wait<0>();
+        release(stage);
+        release_storing();
         for (int k = 1; k < tiles; ++k) {
             offset = uniform(kStageStep * ring.stage);
-            add(acc[kLast], part);
+            if (kDefer) add(acc[kLast], part);
             if (!arrived) ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
             stage = ring.stage;
             ring.advance();
@@ -263,11 +240,11 @@ struct Consumer {
                 ptx::wgmma_commit();
                 if (wave == kLast) arrived = k + 1 < tiles && arrived_already();
                 ptx::wgmma_wait<0>();
-                if (wave != kLast) add(acc[wave], part);
+                if (wave == kLast) release(stage);
+                if (!kDefer || wave != kLast) add(acc[wave], part);
             }
-            release(stage);
         }
-        add(acc[kLast], part);
+        if (kDefer) add(acc[kLast], part);
     }
     __device__ static void add(float (&sum)[C::kAccumulators], const float (&part)[C::kAccumulators]) {
 #pragma unroll
@@ -360,11 +337,9 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
     const int group = uniform(threadIdx.x / 128 - 1), lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const Epilogue& e = p.epilogue;
     const bool scaled = e.row_scale != nullptr || e.col_scale != nullptr;
-    const bool e4m3 = C::kOverlap || (C::kE4m3 && p.k8_tiles > 0);
+    const bool e4m3 = C::kE4m3 && p.k8_tiles > 0;
     Consumer<C> c(shared, group);
     ColumnVectors<C::kTileN> columns(shared.columns + group * ColumnVectors<C::kTileN>::kFloats);
-    float part[C::kAccumulators];  // a sum to be promoted; kOverlap: from one tile to the next
-    if constexpr (C::kOverlap) c.begin_tile(part, false, true);
     for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
         const TileCorner<C> at(p, tile, rank);
         const int row = at.m + group * C::kWaves * 64 + warp * 16 + lane / 4, col = at.n + lane % 4 * 2;
@@ -381,9 +356,9 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
         if constexpr (C::kE4m3) {
             if (e4m3) {
                 if constexpr (C::kPromote)
-                    c.e4m3_promoted(acc, part, p.k8_tiles);
+                    c.e4m3_promoted(acc, p.k8_tiles);
                 else
-                    c.e4m3_fast(acc, part, p.k8_tiles);
+                    c.e4m3_fast(acc, p.k8_tiles);
                 columns.publish(1 + group);
                 scale();
             }
@@ -395,7 +370,6 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
             columns.publish(1 + group);
             scale();
         }
-        if constexpr (C::kOverlap) c.begin_tile(part, p.staged, tile + clusters < p.schedule.total());
         if (__builtin_expect(e.extra, 0))
 #pragma unroll
             for (int wave = 0; wave < C::kWaves; ++wave)
@@ -410,7 +384,6 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
                 store_fragment(e, acc[wave], row + 64 * wave, col, at.z);
         }
     }
-    ptx::wgmma_wait<0>();
     ptx::store_wait();
 }
 

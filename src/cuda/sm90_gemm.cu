@@ -18,7 +18,7 @@ bool fits(const GemmConfig& c, const fp4bf16_gemm_args& g) {
     const bool a = g.k16 > 0 && g.a16_m_major, b = g.k16 > 0 && g.b16_n_major;
     if (c.a_m_major != a || c.b_n_major != b) return false;
     if (g.k8 > 0) return !a && !b && c.promoted == (g.accumulate == FP4BF16_PROMOTED);
-    return !c.e4m3_alone;
+    return !c.promoted;
 }
 
 // Time of a product up to a factor: waves, times the k-tiles of one output tile and what comes between two of

@@ -109,8 +109,8 @@ fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, int multiprocessors, cuda
 
 template <class C>
 constexpr GemmConfig describe(const char* name) {
-    return {name,        C::kTileM,   C::kTileN, C::kClusterM, C::kClusterN,
-            C::kPromote, C::kOverlap, C::kAM,    C::kBN,       launch_gemm<C>};
+    return {name,        C::kTileM, C::kTileN, C::kClusterM,  C::kClusterN,
+            C::kPromote, C::kAM,    C::kBN,    launch_gemm<C>};
 }
 
 }  // namespace fp4bf16

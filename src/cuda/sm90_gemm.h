@@ -9,7 +9,7 @@ namespace fp4bf16 {
 struct GemmConfig {
     const char* name;
     int tile_m, tile_n, cluster_m, cluster_n;
-    bool promoted, e4m3_alone, a_m_major, b_n_major;  // e4m3_alone: not without E4M3 tiles
+    bool promoted, a_m_major, b_n_major;
     fp4bf16_status (*launch)(const fp4bf16_gemm_args& args, int multiprocessors, cudaStream_t stream);
 };
 
