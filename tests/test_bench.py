@@ -47,6 +47,11 @@ def test_the_goal_of_the_cpu_can_be_missed():
     (["bench", "gemm", "--shapes", "4x4"], "'4x4' is not a shape M x N x K"),
     (["bench", "gem"], "'gem' is not a command; did you mean 'gemm'?"),
     (["bench"], "required"),
+    (["bench", "gemm", "--shapes", "9999999999x1x1"], "'9999999999x1x1' is not a shape"),
+    (["bench", "gemm", "--seed", "-1"], "'-1' is not a seed; give a whole number from 0"),
+    (["bench", "gemm", "--csv", "."], ". is a folder; give the name of a file"),
+    (["bench", "gemm", "--json", "/"], "/ is a folder; give"),
+    (["bench", "gemm", "--plot", __file__ + "/a.svg"], "a.svg cannot be written, for "),
 ])  # fmt: skip
 def test_wrong_command_lines_are_sentences(arguments, sentence, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 WHAT = {
@@ -17,9 +18,29 @@ WHAT = {
 
 def _shape(value: str) -> tuple[int, ...]:
     parts = value.lower().split("x")
-    if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+    if len(parts) != 3 or not all(p.isdecimal() and 0 < int(p) < 1 << 31 for p in parts):
         raise argparse.ArgumentTypeError(f"{value!r} is not a shape M x N x K; give one like 4096x4096x4096")
     return tuple(map(int, parts))
+
+
+def _seed(value: str) -> int:
+    if not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value!r} is not a seed; give a whole number from 0")
+    return int(value)
+
+
+def _file(value: str) -> str:
+    """A file that can be written, told before hours are measured for it."""
+    path = Path(value)
+    if not value:
+        return value
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{value} is a folder; give the name of a file")
+    there = path if path.exists() else next(p for p in path.absolute().parents if p.exists())
+    if not os.access(there, os.W_OK) or not (path.exists() or there.is_dir()):
+        raise argparse.ArgumentTypeError(f"{value} cannot be written, for {there} does not allow it; give "
+                                         f"another file")  # fmt: skip
+    return value
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +49,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=_shape, nargs="+", metavar="MxNxK", help="these shapes alone")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and shapes")
     parser.add_argument("--goals", action="store_true", help="end with the goals as JSON; status 1 if missed")
-    parser.add_argument("--csv", metavar="FILE", help="write a line a row")
-    parser.add_argument("--plot", metavar="FILE", help="write bars as SVG")
-    parser.add_argument("--json", nargs="?", const="", metavar="FILE",
+    parser.add_argument("--csv", type=_file, metavar="FILE", help="write a line a row")
+    parser.add_argument("--plot", type=_file, metavar="FILE", help="write bars as SVG")
+    parser.add_argument("--json", type=_file, nargs="?", const="", metavar="FILE",
                         help="write all of it (default: bench/results/<machine>/ of a checkout)")  # fmt: skip
     parser.add_argument("--no-triton", dest="triton", action="store_false", help="leave Triton out")
     parser.add_argument("--commit", help="commit that the results name, where git is not at hand")
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "little"))
+    parser.add_argument("--seed", type=_seed, default=int.from_bytes(os.urandom(3), "little"))
 
 
 def add_parser(subparsers: Any) -> None:
