@@ -113,7 +113,7 @@ def test_product_is_the_cpus(rng, xp, shape, track, fmt):
             for left, right in ((x, wq), (aq, wq), (aq, w)):
                 for _ in range(2):
                     y = fb.matmul(left, right, track="fp4", accumulate=accumulate)
-                    assert calc_diff(host(y), want) < (1e-6 if accumulate == "promoted" else 1e-4)
+                    assert calc_diff(host(y), want) < (1e-6 if accumulate == "promoted" else 2e-5)
 
 
 @pytest.mark.parametrize("shapes", [
@@ -142,10 +142,10 @@ def test_dtypes_epilogue_and_out(rng, xp, dtype, track):
         out = xp.put(np.full(want.shape, 7, dtype))
         for _ in range(2):
             y = fb.matmul(x, w, bias=v, residual=r, out=out, **how)
-            assert y is out and calc_diff(host(y), want) < (1e-6 if dtype.itemsize >= 4 else 1e-4)
+            assert y is out and calc_diff(host(y), want) < (1e-6 if dtype.itemsize >= 4 else 1e-5)
     wide = xp.put(np.full((2, 33, 80), 7, dtype))
     fb.matmul(x, w, track=track, out=wide[..., ::2])
-    assert calc_diff(host(wide)[..., ::2], fb.matmul(a, b, track=track)) < 1e-4
+    assert calc_diff(host(wide)[..., ::2], fb.matmul(a, b, track=track)) < 1e-5
     assert (host(wide)[..., 1::2] == 7).all()
 
 
