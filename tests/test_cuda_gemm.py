@@ -214,19 +214,19 @@ SHAPES = [
 # ---- shapes, tracks
 @functions
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("track", ["fp4", "bf16", "dual"])
+def test_shapes(library, gpu, rng, function, shape, track):
+    m, n, k = shape
+    k8, k16 = {"fp4": (k, 0), "bf16": (0, k), "dual": (k, 1 + k // 7)}[track]
+    Product(library, gpu, rng, m, n, k8, k16, pad=m % 3).check(function)
+
+
 @pytest.mark.parametrize("tracks", [dict(k8=384), dict(k16=200), dict(k8=256, k16=48)])
 def test_more_tiles_than_multiprocessors(library, gpu, rng, tracks):
     """Several tiles a thread block: what one leaves in shared memory and registers must not reach the next."""
     for d_dtype in (0, 1):
         product = Product(library, gpu, rng, 2500, 4104, row="vector", col="vector", d_dtype=d_dtype, **tracks)
         product.check("gemm")
-
-
-@pytest.mark.parametrize("track", ["fp4", "bf16", "dual"])
-def test_shapes(library, gpu, rng, function, shape, track):
-    m, n, k = shape
-    k8, k16 = {"fp4": (k, 0), "bf16": (0, k), "dual": (k, 1 + k // 7)}[track]
-    Product(library, gpu, rng, m, n, k8, k16, pad=m % 3).check(function)
 
 
 @functions
