@@ -315,7 +315,7 @@ class Call:
     """One checked product: operands, result and epilogue."""
 
     def __init__(self, op, a: Arg, b: Arg, used: Arg, shape, dtype, bias, activation, residual, out):
-        self.op, self.a, self.b = op, a, used
+        self.op, self.a, self.b, self.out = op, a, used, out
         added = _epilogue(op, shape, bias, activation, residual)
         device.check_together(op, places(a, b, *added))
         inputs = [*memory_of(a, b), *memory_of(*added)]
@@ -339,7 +339,7 @@ class Call:
     def store(self, target: DeviceArray) -> Any:
         if target is not self.d:
             device.assign(self.d, left_to_framework(target))
-        return self.d.owner
+        return self.d.owner if self.out is None else self.out
 
 
 def matmul(op, a: Arg, b: Arg, weight, track, fmt, shape, dtype, epilogue, certify, out, stream, accumulate):

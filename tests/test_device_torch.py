@@ -11,6 +11,7 @@ from host_cuda import host_cuda  # noqa: F401  (a fixture)
 
 import fp4bf16 as fb
 from fp4bf16 import adapters, device
+from fp4bf16.backends import cuda_gemm, cuda_tape
 from fp4bf16.python_ref import quantize as reference
 
 torch = pytest.importorskip("torch")
@@ -86,6 +87,17 @@ def test_parameters_and_gradients(rng):
     assert not fb.dequantize(fb.quantize(x)).requires_grad
 
 
+def test_out_is_what_is_returned(monkeypatch):
+    monkeypatch.setattr(cuda_tape, "_local", type(cuda_tape._local)())  # no plans of another emulation
+    cuda_gemm._struct.cache_clear()
+    a, b, out = torch.randn(8, 32), torch.randn(32, 4), torch.zeros(8, 4, requires_grad=True)
+    for track in ("bf16", "fp4", "reference"):
+        for _ in range(2):  # the second by a plan
+            assert fb.matmul(a, b, track=track, out=out) is out
+            assert torch.allclose(out, a @ b, atol=4) and out.abs().max() > 4
+            out.detach().zero_()
+
+
 def test_what_is_not_taken():
     x = torch.ones(4, 32)
     for bad, sentence in (
@@ -143,3 +155,10 @@ def test_a_wrap_is_cheap():
     x = torch.ones(64, 64)
     best = min(timeit.repeat(lambda: device.operand(x, "x"), number=2000, repeat=5)) / 2000
     assert best < 10e-6
+
+
+def test_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)])
+    for call in (lambda: fb.quantize(x), lambda: fb.matmul(torch.ones(2, 32), torch.ones(32, 4), residual=x)):
+        with pytest.raises(TypeError, match="is a nested PyTorch tensor, but one shape is needed; pass"):
+            call()
