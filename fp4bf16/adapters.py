@@ -120,6 +120,9 @@ class Torch:
     def wrap(self, x: Any, name: str) -> DeviceArray:
         if x.requires_grad:
             x = x.detach()
+        if x.is_nested:
+            raise TypeError(f"{name}: is a nested PyTorch tensor, but one shape is needed; pass "
+                            f"{name}.to_padded_tensor(0.0)")  # fmt: skip
         if x.layout is not self.torch.strided:
             raise TypeError(f"{name}: is a PyTorch tensor with layout {x.layout}, but dense strided data is "
                             f"needed; pass {name}.to_dense()")  # fmt: skip
