@@ -223,7 +223,7 @@ def test_shapes(library, gpu, rng, function, shape, track):
 
 @pytest.mark.parametrize("tracks", [dict(k8=384), dict(k16=200), dict(k8=256, k16=48)])
 def test_more_tiles_than_multiprocessors(library, gpu, rng, tracks):
-    """Several tiles a thread block: what one leaves in shared memory or registers must not reach the next."""
+    """Several tiles a thread block: what one leaves behind must not reach the next."""
     for d_dtype in (0, 1):
         p = Product(library, gpu, rng, 2500, 4104, row="vector", col="vector", d_dtype=d_dtype, **tracks)
         p.check("gemm")
