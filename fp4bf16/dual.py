@@ -114,7 +114,8 @@ class DualWeight:
                 raise ShapeError(f"DualWeight: w has shape {self.shape}, a convolution's, which is taken on "
                                  f"the host alone; pass a NumPy array or a matrix (K, N)")  # fmt: skip
             self.matrix_shape = self.shape
-            new = w if operand.dtype == "bfloat16" else device.astype(operand, "bfloat16").owner
+            with device.on(operand):
+                new = w if operand.dtype == "bfloat16" else device.astype(operand, "bfloat16").owner
         else:
             self.matrix_shape = self._matrix(operand.array).shape
             same = operand.array.dtype == BFLOAT16
@@ -143,15 +144,18 @@ class DualWeight:
             ShapeError, TypeError: `w` does not fit the master. NonFiniteError: NaN or Inf; the weight is left
             as it was. ValueError: the master is read-only.
         """
-        if type(self.place) is DeviceArray:
-            self._refresh_device(w, factors)
+        if hasattr(self, "twin"):
+            self.check()
+        place = self.place
+        if type(place) is DeviceArray:
+            with device.on(place):
+                self._refresh_device(place, w, factors)
         else:
             self._refresh_host(w, factors)
         self._norms: dict[str, WeightNorms] = {}  # the certificate's, made when first asked for
         return self
 
-    def _refresh_device(self, w: Any, factors: bool) -> None:
-        master = self.place
+    def _refresh_device(self, master: DeviceArray, w: Any, factors: bool) -> None:
         if w is not None:
             device.check_together("refresh", [("w", w), ("master", master)])
             new = device.float_operand(w, "w")
@@ -285,6 +289,20 @@ class DualWeight:
                 dual_norms(master, twin, *self.branch_factors()) if dual else weight_norms(master, twin)
             )
         return self._norms[track]
+
+    def check(self) -> None:
+        """Raise where an attribute was replaced by what does not fit the others."""
+        for name, part in (("master", self.master), ("twin", self.twin)):
+            if tuple(part.shape) != tuple(self.shape):
+                raise ShapeError(f"DualWeight: {name} has shape {tuple(part.shape)} but the weight has shape "
+                                 f"{self.shape}; make a new DualWeight of it")  # fmt: skip
+        if self._branch is not None:
+            made, here = (self._branch.rank, self._branch.outliers), (self.rank, len(self.outlier_index))
+            if made != here:
+                raise ValueError(f"DualWeight: rank and outlier rows are {here}, but the branch was made for "
+                                 f"{made}; make a new DualWeight")  # fmt: skip
+            places = ("master", self.master), ("twin", self.twin.packed), ("up", self._branch.up_t)
+            device.check_together("DualWeight", places)
 
     @property
     def place(self) -> Any:

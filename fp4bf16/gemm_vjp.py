@@ -51,7 +51,8 @@ class Backward:
         self.op, self.g, self.a, self.b = op, as_arg(g, "g") if not isinstance(g, Arg) else g, a, b
         self.place(stream)
         if self.g.array is None:
-            raise TypeError(f"{op}: g is a {type(g).__name__}, but a gradient is a plain float array")
+            raise TypeError(f"{op}: g is a {type(self.g.value).__name__}, but a gradient is a plain float "
+                            f"array; pass that of the product")  # fmt: skip
         for name, value, known in (
             ("save", save, ("fp4", "bf16")),
             ("backward", backward, ("track", "master")),

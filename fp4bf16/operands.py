@@ -46,6 +46,7 @@ def as_arg(x: Any, name: str) -> Arg:
             o = wrap(x.packed, name)
         return Arg(x, name, x.shape, o.framework, None, None, o)
     if isinstance(x, DualWeight):
+        x.check()
         return Arg(x, name, x.shape, x.framework, None, None, x.place)
     if device.is_device(x):
         o = device.float_operand(x, name)

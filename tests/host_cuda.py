@@ -339,14 +339,18 @@ class Fake:
         made.array[...] = value
         return made
 
+    def _made_of(self, x, array) -> FakeArray:
+        assert self.device == x.device, "made while another device was current: CuPy allocates there"
+        return FakeArray(array, x.device)
+
     def astype(self, x, dtype):
-        return FakeArray(_rounded(x.array, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)), x.device)
+        return self._made_of(x, _rounded(x.array, BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)))
 
     def contiguous(self, x):
-        return FakeArray(np.ascontiguousarray(x.array), x.device)
+        return self._made_of(x, np.ascontiguousarray(x.array))
 
     def copy(self, x):
-        return FakeArray(x.array.copy(order="C"), x.device)
+        return self._made_of(x, x.array.copy(order="C"))
 
     def assign(self, target, source) -> None:
         target.array[...] = source.array
@@ -361,7 +365,7 @@ class Fake:
         return FakeArray(x.array.transpose(axes), x.device)
 
     def powers(self, e):
-        return FakeArray(np.ldexp(np.float32(1), np.clip(e.array, -119, 120)).astype(np.float32), e.device)
+        return self._made_of(e, np.ldexp(np.float32(1), np.clip(e.array, -119, 120)).astype(np.float32))
 
     def from_host(self, array, like):
         return FakeArray(np.array(array), like.device)

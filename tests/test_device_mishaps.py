@@ -184,3 +184,60 @@ def test_outer_scale_of_another_dtype(rng, dtype):
         q, exponents = fb.quantize(place(w), axis=-2), place(np.ones((16, 1), np.int32))
         with pytest.raises(fb.DTypeError, match="dtype int32, but float32 is needed; pass the decode scales"):
             fb.QuantizedArray(q.packed, q.block_scale, exponents, q.format, q.shape, q.order)
+
+
+@pytest.mark.parametrize("place", [np.asarray, put], ids=["host", "device"])
+def test_parts_of_a_weight_that_do_not_fit(rng, place):
+    w, x = draw(rng, (32, 16)), place(draw(rng, (8, 32)))
+    other = fb.DualWeight(place(w[:8, :8].copy()))
+    for fields, sentence in (
+        ({"master": other.master}, r"master has shape \(8, 8\) but the weight has shape \(32, 16\); make"),
+        ({"twin": other.twin}, r"twin has shape \(8, 8\) but .*; make"),
+        ({"shape": (3, 3)}, r"master has shape \(32, 16\) but the weight has shape \(3, 3\); make"),
+    ):
+        dual = fb.DualWeight(place(w), 4, outliers=2)
+        fb.matmul(x, dual), fb.matmul(x, dual)
+        for name, value in fields.items():
+            setattr(dual, name, value)
+        calls = [lambda d=dual, t=t: fb.matmul(x, d, track=t) for t in ("dual", "fp4", "bf16", "reference")]
+        for call in (*calls, dual.refresh, lambda d=dual: d.refresh(factors=False)):
+            with pytest.raises((fb.ShapeError, ValueError), match=sentence):
+                call()
+
+
+def test_parts_of_a_weight_on_two_devices(rng):
+    w, x = draw(rng, (32, 16)), put(draw(rng, (8, 32)))
+    there, here = fb.DualWeight(FakeArray(w, 1)), fb.DualWeight(w)
+    for name in ("master", "twin"):
+        for other, where in ((there, "fake array on cuda:1"), (here, "numpy array on the host")):
+            dual = fb.DualWeight(put(w), 4)
+            setattr(dual, name, getattr(other, name))
+            for call in (lambda d=dual: fb.matmul(x, d), dual.refresh):
+                with pytest.raises(TypeError, match=f"DualWeight: .*{where}.*; move"):
+                    call()
+    dual = fb.DualWeight(put(w), 4)
+    dual.rank = 7
+    with pytest.raises(ValueError, match=r"rank and outlier rows are \(7, 0\), but .* \(4, 0\); make"):
+        fb.matmul(x, dual)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_weight_on_a_device_that_is_not_current(rng, dtype, gpu):  # noqa: F811
+    """Everything is made on the weight's device: `Fake` asserts that it is current then."""
+    kind = fb.interop.BFLOAT16 if dtype == "bfloat16" else dtype
+    x, w, new = (draw(rng, shape).astype(kind) for shape in ((8, 32), (32, 16), (32, 16)))
+    there = fb.DualWeight(FakeArray(w.copy(), 1), 4, outliers=2)
+    for factors in (True, False):
+        there.refresh(FakeArray(new, 1), factors)
+        assert there.master.device == there.twin.packed.device == there.up.device == 1
+        assert np.isfinite(fb.matmul(FakeArray(x, 1), there).array.astype(np.float32)).all()
+    assert gpu.fake.device == 0
+
+
+def test_gradient_that_is_a_container(rng):
+    g, x, w = (put(draw(rng, shape)) for shape in ((8, 16), (8, 32), (32, 16)))
+    for wrong in (fb.quantize(g), fb.DualWeight(g)):
+        with pytest.raises(
+            TypeError, match=f"g is a {type(wrong).__name__}, but .*; pass that of the product"
+        ):
+            fb.matmul_vjp(wrong, x, w)
