@@ -127,6 +127,9 @@ class QuantizedArray:
         format: the `Format`. shape: logical shape. order: see above.
         stats: `QuantStats` of the quantisation, or None for a container made by hand or loaded.
 
+    `expanded` is kept: other bytes must be assigned (``xq.packed = new``) or come from ``quantize(out=xq)``.
+    Written into the old array by hand they leave it behind; assign the array to itself then.
+
     >>> import numpy as np, fp4bf16 as fb
     >>> xq = fb.quantize(np.ones((4, 32), np.float32))
     >>> xq
@@ -143,6 +146,11 @@ class QuantizedArray:
     order: tuple[int, ...]
     stats: QuantStats | None = None
     _expanded: Any = field(default=None, repr=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in ("packed", "block_scale"):
+            object.__setattr__(self, "_expanded", None)
 
     def __post_init__(self):
         self.shape, self.order = tuple(map(int, self.shape)), tuple(map(int, self.order))

@@ -148,3 +148,15 @@ def test_formats():
     assert fb.get_format(fb.FORMATS["nvfp4"]) is fb.FORMATS["nvfp4"]
     with pytest.raises(ValueError, match="'mxfp' is not a format; did you mean 'mxfp4'"):
         fb.get_format("mxfp")
+
+
+def test_assigned_bytes_are_expanded_anew(rng):
+    one, two = (fb.quantize(rng.standard_normal((4, 32)).astype(np.float32)) for _ in range(2))
+    for name in ("packed", "block_scale"):
+        before = one.expanded
+        setattr(one, name, getattr(two, name).copy())
+        assert one.expanded is not before
+    np.testing.assert_array_equal(one.expanded, two.expanded)
+    one.packed[...] = 0
+    one.packed = one.packed
+    assert not one.expanded.any() and one.expanded is one.expanded
