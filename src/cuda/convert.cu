@@ -156,6 +156,15 @@ extern "C" fp4bf16_status fp4bf16_convert(const void* x, fp4bf16_dtype dtype, in
         return fail(FP4BF16_INVALID_ARGUMENT,
                     "convert: k is %lld, but must be 0 to out_stride, which is %lld",
                     static_cast<long long>(k), static_cast<long long>(out_stride));
+    const struct {
+        const char* name;
+        int64_t value, count;  // a stride of a single element is never used
+    } strides[] = {
+        {"batch_stride", batch_stride, batch}, {"row_stride", row_stride, rows}, {"k_stride", k_stride, k}};
+    for (const auto& s : strides)
+        if (s.count > 1 && (s.value > kLimit || s.value < -kLimit))
+            return fail(FP4BF16_INVALID_ARGUMENT, "convert: %s is %lld elements, but must be -2^40 to 2^40",
+                        s.name, static_cast<long long>(s.value));
     if (batch == 0 || rows == 0 || out_stride == 0) return FP4BF16_OK;
     if (k > 0) FP4BF16_TRY(check_pointer("convert", "x", x, size_of(dtype)));
     by_dtype(dtype, [&](auto from) {

@@ -347,8 +347,7 @@ extern "C" fp4bf16_status fp4bf16_dequantize(fp4bf16_format format, const uint8_
     FP4BF16_TRY(check_format("dequantize", format));
     FP4BF16_TRY(check_dtype("dequantize", dtype));
     FP4BF16_TRY(check_matrix("dequantize", "x", x, rows, k, k, size_of(dtype)));
-    FP4BF16_TRY(check_group("dequantize", "mid", mid));
-    FP4BF16_TRY(check_group("dequantize", "inner", inner));
+    FP4BF16_TRY(check_groups("dequantize", mid, inner));
     const Layout to{after, x_stride, k_stride};
     FP4BF16_TRY(check_layout("dequantize", rows, k, to));
     if (rows == 0 || k == 0) return FP4BF16_OK;

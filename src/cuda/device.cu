@@ -69,6 +69,10 @@ fp4bf16_status check_matrix(const char* function, const char* name, const void* 
                     "%s: %s is (%lld, %lld), but both must be 0 to 2^40 and the product "
                     "under 2^62",
                     function, name, static_cast<long long>(rows), static_cast<long long>(k));
+    if (rows > 1 && stride > kLimit)
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "%s: the row stride of %s is %lld elements, but at most 2^40 are taken", function, name,
+                    static_cast<long long>(stride));
     if (rows > 1 && stride < k)
         return fail(FP4BF16_INVALID_ARGUMENT,
                     "%s: the row stride of %s is %lld elements, less than its %lld columns", function, name,
@@ -85,9 +89,18 @@ fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype) {
 }
 
 fp4bf16_status check_group(const char* function, const char* name, int64_t rows_per_group) {
-    if (rows_per_group >= 1) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but must be at least 1", function, name,
-                static_cast<long long>(rows_per_group));
+    if (rows_per_group >= 1 && rows_per_group <= int64_t{1} << 40) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but must be at least 1 and at most 2^40", function,
+                name, static_cast<long long>(rows_per_group));
+}
+
+fp4bf16_status check_groups(const char* function, int64_t mid, int64_t inner) {
+    FP4BF16_TRY(check_group(function, "mid", mid));
+    FP4BF16_TRY(check_group(function, "inner", inner));
+    if (mid <= (int64_t{1} << 40) / inner) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "%s: mid is %lld and inner is %lld, but their product must be at most 2^40", function,
+                static_cast<long long>(mid), static_cast<long long>(inner));
 }
 
 // The two attributes are asked once a device: a launch then costs one cudaGetDevice, which makes no context.
