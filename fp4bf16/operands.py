@@ -243,11 +243,11 @@ def memory_of(*args: Arg) -> list[Any]:
     for arg in args:
         if arg.array is not None:
             found.append(arg.array)
-        elif isinstance(arg.value, DualWeight):
-            found.append(_memory(arg.value.master, arg.name))
         else:
-            q = arg.value
-            parts = (q.packed, q.block_scale, q.outer_scale)
+            w, parts = arg.value, []
+            if isinstance(w, DualWeight):
+                parts, w = [w.master, w.down, w.up], w.twin
+            parts += [w.packed, w.block_scale, w.outer_scale, w._expanded]
             found += [_memory(p, arg.name) for p in parts if p is not None]
     return found
 

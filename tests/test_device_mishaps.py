@@ -241,3 +241,18 @@ def test_gradient_that_is_a_container(rng):
             TypeError, match=f"g is a {type(wrong).__name__}, but .*; pass that of the product"
         ):
             fb.matmul_vjp(wrong, x, w)
+
+
+def test_out_over_any_part_of_an_operand(rng):
+    """Expanded bytes, twin and branch of a weight are inputs, too; without a plan and with one."""
+    w, x = draw(rng, (64, 64)), put(draw(rng, (8, 64)))
+    q, dual = fb.quantize(put(w), axis=-2, expand=True), fb.DualWeight(put(w), 8)
+    parts = [(q, q._expanded), (dual, dual.twin.packed), (dual, dual.twin._expanded)]
+    parts += [(dual, dual.branch.up_t.owner), (dual, dual.branch.down_t.owner), (dual, dual.master)]
+    for planned in (False, True):
+        for weight, part in parts:
+            if planned:
+                fb.matmul(x, weight, dtype="bfloat16", out=put(np.zeros((8, 64), fb.interop.BFLOAT16)))
+            flat = part.array.reshape(-1).view(np.uint8)[:1024].view(fb.interop.BFLOAT16)
+            with pytest.raises(ValueError, match="out overlaps b in memory; pass an out that shares nothing"):
+                fb.matmul(x, weight, dtype="bfloat16", out=FakeArray(flat.reshape(8, 64)))
