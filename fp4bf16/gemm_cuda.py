@@ -406,6 +406,8 @@ class _Known:
         own = (x.rank, x.branch.outliers) if q is not x else q.order
         expansion = q._expanded is None, q._expanded is q.packed  # which decide what `parts` are
         key = q.shape, own, q.format.name, expansion, *(signature(p)[0] for p in self.parts)
+        if len(_NUMBERS) >= _MOST:
+            _NUMBERS.clear()  # numbers are never given again: at worst a plan is made twice
         self.key = _NUMBERS.setdefault(key, next(_next))
 
     def __reduce__(self):
@@ -413,6 +415,7 @@ class _Known:
 
 
 _NUMBERS: dict[tuple, int] = {}
+_MOST = 4096  # signatures that are remembered
 _next = itertools.count()
 
 

@@ -8,6 +8,7 @@ from host_cuda import FakeArray, host_cuda, put  # noqa: F401  (fixtures)
 from test_gemm_device import close, draw, gpu  # noqa: F401
 
 import fp4bf16 as fb
+from fp4bf16 import gemm_cuda
 
 
 # ---- containers made by hand, plans
@@ -256,3 +257,15 @@ def test_out_over_any_part_of_an_operand(rng):
             flat = part.array.reshape(-1).view(np.uint8)[:1024].view(fb.interop.BFLOAT16)
             with pytest.raises(ValueError, match="out overlaps b in memory; pass an out that shares nothing"):
                 fb.matmul(x, weight, dtype="bfloat16", out=FakeArray(flat.reshape(8, 64)))
+
+
+def test_signatures_are_not_kept_for_ever(rng, monkeypatch):
+    monkeypatch.setattr(gemm_cuda, "_MOST", 4)
+    w = draw(rng, (32, 16))
+    q = fb.quantize(put(w), axis=-2)
+    for m in range(1, 12):
+        x = draw(rng, (m, 32))
+        for _ in range(2):
+            y = fb.matmul(fb.quantize(put(x), search="fast"), q)
+            close(y, fb.matmul(x, fb.quantize(w, axis=-2)))
+        assert len(gemm_cuda._NUMBERS) <= 4
