@@ -238,6 +238,15 @@ class Cupy:
         strides = tuple([s // size for s in x.strides])
         return DeviceArray(memory.ptr, x.shape, strides, dtype, memory.device_id, "cupy", x, name)
 
+    def capture_allocator(self, stream: int) -> Any:
+        """A context for one call on `stream`, or None: under capture all that the call makes, intermediate
+        results too, comes from a pool of its own, which is held as well.
+        """
+        if stream <= 2 or not self.cupy.cuda.runtime.streamIsCapturing(stream):  # 1, 2: the default streams
+            return None
+        self.held.append(self.cupy.cuda.MemoryPool())
+        return self.cupy.cuda.using_allocator(self.held[-1].malloc)
+
     def _kept(self, x: Any) -> Any:
         stream = self.cupy.cuda.get_current_stream()
         if stream.ptr > 1 and stream.is_capturing():

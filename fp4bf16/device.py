@@ -335,8 +335,22 @@ def ordered(op: str, stream: Any, arrays: Sequence[DeviceArray]) -> Any:
     first = common(op, arrays)
     framework = _FRAMEWORKS[first.framework]
     if stream is None and framework.current_device() == first.device:
-        return _Current(framework.current_stream(first.device))
+        handle = framework.current_stream(first.device)
+        allocator = _capture_allocator(framework, handle)
+        return _Current(handle) if allocator is None else _within(allocator, handle)
     return _switched(op, stream, first, framework)
+
+
+def _capture_allocator(framework: Any, handle: int) -> Any:
+    """What CuPy needs under capture; PyTorch keeps a pool for each graph itself."""
+    make = getattr(framework, "capture_allocator", None)
+    return None if make is None else make(handle)
+
+
+@contextmanager
+def _within(context: Any, handle: int):
+    with context:
+        yield handle
 
 
 @contextmanager
@@ -347,7 +361,8 @@ def _switched(op: str, stream: Any, first: DeviceArray, framework: Any):
         if handle == current:
             yield handle
         else:
-            with framework.stream_context(stream, handle, first.device):
+            allocator = _capture_allocator(framework, handle) or nullcontext()
+            with framework.stream_context(stream, handle, first.device), allocator:
                 yield handle
 
 

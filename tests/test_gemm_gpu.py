@@ -312,6 +312,37 @@ def test_graph_replays_with_new_contents(rng, torch):
             assert torch.equal(y, f(x)), f"{name}: the replay differs"
 
 
+def test_graph_of_cupy_replays(rng):
+    """Memory that a call frees while it is captured must not go to anybody else: the graph still uses it."""
+    cupy = pytest.importorskip("cupy")
+    if not cuda.devices():
+        pytest.skip("no GPU")
+    x = cupy.asarray(draw(rng, 64, 96).astype(BF16))
+    w = fb.DualWeight(cupy.asarray(draw(rng, 96, 40).astype(BF16)), rank=8, outliers=2)
+    b = cupy.asarray(draw(rng, 96, 40).astype(BF16))
+    functions = {
+        "dual": lambda: fb.matmul(x, w, activation="silu"),
+        "fp4 of both": lambda: fb.matmul(x, b, track="fp4"),
+        "nvfp4": lambda: fb.matmul(x, b, track="fp4", format="nvfp4", activation="gelu"),
+        "vjp": lambda: fb.matmul_vjp(fb.matmul(x, b), x, b, track="fp4")[1],
+    }
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for name, f in functions.items():
+        f()
+        with stream:
+            stream.begin_capture()
+            y = f()
+            graph = stream.end_capture()
+            for _ in range(2):
+                x.set(draw(rng, 64, 96).astype(BF16), stream=stream)
+                others = [cupy.full((96, 96), 7, np.float32) for _ in range(16)]
+                graph.launch(stream)
+                stream.synchronize()
+                assert all((cupy.asnumpy(o) == 7).all() for o in others), name
+                got = cupy.asnumpy(y)
+                assert np.array_equal(got, cupy.asnumpy(f())), f"{name}: the replay differs"
+
+
 def test_no_call_synchronises(rng, torch):
     x, functions = calls(WithTorch(), rng)
     torch.cuda.synchronize()
