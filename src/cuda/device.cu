@@ -20,6 +20,20 @@ fp4bf16_status fail(fp4bf16_status status, const char* format, ...) {
     return status;
 }
 
+// Names the GPU that the library has no code for.
+static fp4bf16_status no_code(const char* where, cudaError_t error) {
+    int device = 0, major = 0, minor = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess)
+        cudaGetLastError();
+    return fail(
+        FP4BF16_UNSUPPORTED_ARCH,
+        "%s: device %d has compute capability %d.%d, but this library holds no code for it (%s); build it "
+        "with -C cmake.define.FP4BF16_CUDA_NEUTRAL_ARCHS=%d%d-real",
+        where, device, major, minor, cudaGetErrorString(error), major, minor);
+}
+
 fp4bf16_status cuda_result(cudaError_t error, const char* where) {
     if (error == cudaSuccess) return FP4BF16_OK;
     cudaGetLastError();  // the runtime keeps the error too: take it, or the next call reports it
@@ -27,10 +41,7 @@ fp4bf16_status cuda_result(cudaError_t error, const char* where) {
         case cudaErrorNoKernelImageForDevice:
         case cudaErrorInvalidDeviceFunction:
         case cudaErrorUnsupportedPtxVersion:
-            return fail(FP4BF16_UNSUPPORTED_ARCH,
-                        "%s: this library holds no code for this GPU (%s); build it with "
-                        "-C cmake.define.FP4BF16_CUDA_NEUTRAL_ARCHS=<its architecture>",
-                        where, cudaGetErrorString(error));
+            return no_code(where, error);
         case cudaErrorInsufficientDriver: {
             int driver = 0;
             if (cudaDriverGetVersion(&driver) != cudaSuccess) cudaGetLastError();
@@ -105,16 +116,16 @@ fp4bf16_status check_groups(const char* function, int64_t mid, int64_t inner) {
 
 // The two attributes are asked once a device: a launch then costs one cudaGetDevice, which makes no context.
 fp4bf16_status compute_capability(const char* function, int* major, int* minor) {
-    constexpr int kKnown = 64;  // devices with a place in the table; others are asked each time
+    constexpr int kKnown = 64;              // devices with a place in the table; others are asked each time
     static std::atomic<int> known[kKnown];  // 1000 * major + minor, 0 = not asked yet
     int device = 0;
     FP4BF16_TRY(cuda_result(cudaGetDevice(&device), function));
     int both = device < kKnown ? known[device].load(std::memory_order_relaxed) : 0;
     if (both == 0) {
-        FP4BF16_TRY(cuda_result(
-            cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device), function));
-        FP4BF16_TRY(cuda_result(
-            cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, device), function));
+        FP4BF16_TRY(
+            cuda_result(cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, device), function));
+        FP4BF16_TRY(
+            cuda_result(cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, device), function));
         both = 1000 * *major + *minor;
         if (device < kKnown) known[device].store(both, std::memory_order_relaxed);
     }

@@ -9,8 +9,8 @@
 namespace fp4bf16 {
 namespace {
 
-constexpr int64_t kMostRows = (int64_t{1} << 31) - 1;  // of m, n and k
-constexpr int64_t kMostStride = int64_t{1} << 40;      // far beyond any memory: no sum of products overflows
+constexpr int64_t kMostRows = (int64_t{1} << 31) - 1024;  // of m, n and k: a tile's last row is an int
+constexpr int64_t kMostStride = int64_t{1} << 40;  // far beyond any memory: no sum of products overflows
 
 long long ll(int64_t v) { return v; }
 

@@ -1,6 +1,8 @@
 // Which configuration of the dual-track GEMM a product gets, and its launch.
 #include "sm90_gemm.h"
 
+#include <atomic>
+
 namespace fp4bf16 {
 
 extern const GemmConfig kPromoted256x128, kPromoted128x192, kPromoted128x128, kFast128x256, kFast128x192,
@@ -44,10 +46,10 @@ int choose(const fp4bf16_gemm_args& g, int multiprocessors) {
 }
 
 fp4bf16_status multiprocessor_count(int* count) {
-    static int known[64] = {};
+    static std::atomic<int> known[64];
     int device = 0;
     FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "gemm"));
-    if (device < 64 && known[device] > 0) return *count = known[device], FP4BF16_OK;
+    if (device < 64 && known[device] > 0) return *count = known[device].load(), FP4BF16_OK;
     FP4BF16_TRY(cuda_result(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "gemm"));
     if (device < 64) known[device] = *count;
     return FP4BF16_OK;
@@ -74,7 +76,7 @@ fp4bf16_status sm90_gemm(const fp4bf16_gemm_args& g, cudaStream_t stream) {
             "a16_m_major = %d, b16_n_major = %d; pass 0",
             g.config, kCount, static_cast<long long>(g.k8), static_cast<int>(g.accumulate), g.a16_m_major,
             g.b16_n_major);
-    return kConfigs[i]->launch(g, count, stream);
+    return kConfigs[i]->launch(g, stream);
 }
 
 }  // namespace fp4bf16

@@ -1,6 +1,8 @@
 // From checked arguments to a launch of one configuration of sm90_dual.cuh.
 #pragma once
 
+#include <atomic>
+
 #include "sm90_dual.cuh"
 #include "sm90_gemm.h"
 #include "tensor_map.h"
@@ -54,21 +56,22 @@ inline Epilogue make_epilogue(const fp4bf16_gemm_args& g) {
 // shared memory on the way.
 template <class C>
 fp4bf16_status resident_clusters(cudaLaunchConfig_t launch, int* clusters) {
-    static int known[64] = {};
+    static std::atomic<int> known[64];
     int device = 0;
     FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "gemm"));
-    if (device < 64 && known[device] > 0) return *clusters = known[device], FP4BF16_OK;
+    if (device < 64 && known[device] > 0) return *clusters = known[device].load(), FP4BF16_OK;
     FP4BF16_TRY(cuda_result(
         cudaFuncSetAttribute(sm90_dual_gemm<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),
         "gemm"));
     launch.gridDim = dim3(C::kCluster);
     FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(clusters, sm90_dual_gemm<C>, &launch), "gemm"));
+    if (*clusters < 1) *clusters = 1;  // another process may hold part of the GPU: the grid then waits
     if (device < 64) known[device] = *clusters;
     return FP4BF16_OK;
 }
 
 template <class C>
-fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, int multiprocessors, cudaStream_t stream) {
+fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, cudaStream_t stream) {
     DualParams p{};
     FP4BF16_TRY(make_maps<C>(g, &p));
     p.k8_tiles = static_cast<int>(ceil_div(g.k8, kTileBytes));
@@ -78,7 +81,7 @@ fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, int multiprocessors, cuda
     p.b_div = static_cast<int>(g.b_batch_div), p.b_mod = static_cast<int>(g.b_batch_mod);
     const int64_t tiles_m = ceil_div(g.m, C::kTileM * C::kClusterM),
                   tiles_n = ceil_div(g.n, C::kTileN * C::kClusterN);
-    if (tiles_m * tiles_n > INT32_MAX / g.batch_count)
+    if (tiles_m * tiles_n > (INT32_MAX - 65536) / g.batch_count)
         return fail(
             FP4BF16_INVALID_ARGUMENT, "gemm: d (%lld, %lld, %lld) has more than 2^31 tiles; split the batch",
             static_cast<long long>(g.batch_count), static_cast<long long>(g.m), static_cast<long long>(g.n));

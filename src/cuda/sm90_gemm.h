@@ -10,7 +10,7 @@ struct GemmConfig {
     const char* name;
     int tile_m, tile_n, cluster_m, cluster_n;
     bool promoted, a_m_major, b_n_major;
-    fp4bf16_status (*launch)(const fp4bf16_gemm_args& args, int multiprocessors, cudaStream_t stream);
+    fp4bf16_status (*launch)(const fp4bf16_gemm_args& args, cudaStream_t stream);
 };
 
 }  // namespace fp4bf16
