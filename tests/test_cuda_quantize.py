@@ -201,14 +201,21 @@ def test_every_bfloat16(library, gpu, rng, fmt, search):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt, search", [("nvfp4_exact", "full"), ("nvfp4_exact", "fast"), ("nvfp4", "full"),
                                          ("mxfp4", "full"), ("fp8", "full")])  # fmt: skip
-@pytest.mark.parametrize("rows, k", [(5000, 96), (4300, 1040), (3, 1536), (1100, 2048), (3, 12288)])
-def test_more_rows_than_thread_blocks(library, gpu, rng, fmt, search, rows, k):
-    """Thread blocks that stay for several rows of one to three blocks a thread; rows longer than those."""
+@pytest.mark.parametrize("rows, k", [(2000, 96), (70, 1568), (40, 2080), (9, 4096), (9, 4128), (9, 8192),
+                                     (5, 8224), (5, 16384), (3, 16416)])  # fmt: skip
+def test_rows_of_every_length(library, gpu, rng, fmt, search, rows, k):
+    """BF16 rows for each of the fast kernels, filled and not; with NaN and Inf, and with outliers."""
     x = data(rng, rows, k, BF16)
-    want = quantize(x.astype(np.float32), fmt, outer=None if fmt == "mxfp4" else "row", search=search)
-    cpu = cpu_quantize.quantize_rows(x, fmt, None, None, search)
-    check(Call(library, gpu, x, fmt, None, search).run(), want, cpu=cpu)
-    check(Call(library, gpu, x, fmt, None, search, stats=False).run(), want)
+    outer = None if fmt == "mxfp4" else "row"
+    columns = np.array([3, k // 2, k - 1])
+    without = x.copy()
+    without[:, columns] = 0
+    for y, outliers in ((spoil(rng, x.copy()), None), (without, columns)):
+        want = quantize(y.astype(np.float32), fmt, outer=outer, search=search, nan="propagate")
+        cpu = cpu_quantize.quantize_rows(y, fmt, None, None, search, "propagate")
+        given = y if outliers is None else x
+        check(Call(library, gpu, given, fmt, None, search, outliers=outliers).run(), want, cpu=cpu)
+        check(Call(library, gpu, given, fmt, None, search, outliers=outliers, stats=False).run(), want)
     gpu.free()
 
 

@@ -4,7 +4,7 @@
 // and gathered from shared memory. Outer scales come from a pass of their own.
 #pragma once
 
-#include "quantize_stream.cuh"
+#include "quantize_row.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kStats ? 2 : 3)
     const bool inside = row < job.a.rows;
     const int blocks = static_cast<int>(job.a.k_size / 16), piece = blockIdx.y * (kAcrossPiece / 16);
     const Outer o = job.outer(rule_of<kKind>(), inside ? row : 0);
-    const Row results(job, row);
+    const Row results(job, row, kKind == kFp8);
     Totals totals;
     uint64_t special = 0;  // bit i: block piece + i * kTileLanes + lane
 #pragma unroll 1
@@ -74,12 +74,8 @@ __global__ void __launch_bounds__(kThreads, kStats ? 2 : 3)
         for (int j = 0; j < 8; ++j)
             w[j] = *tile.at(16 * lane + 2 * j, line) | uint32_t{*tile.at(16 * lane + 2 * j + 1, line)} << 16;
         if (job.a.outliers > 0) drop_outliers(job, b, w);
-        bool done;
-        if constexpr (kKind == kFp8)
-            done = do_fp8<kStats>(job, o, w, largest(w), results, b, inside && b < blocks, &totals);
-        else
-            done = do_block<kKind, kStats>(job, o, w, largest(w), results, b, inside && b < blocks, &totals);
-        if (!done) special |= uint64_t{1} << i;
+        if (!do_any<kKind, kStats>(job, o, w, largest(w), results, b, inside && b < blocks, &totals))
+            special |= uint64_t{1} << i;
     }
     if (special != 0) do_special<kKind, kTileLanes, kStats>(job, o, row, piece + lane, special, &totals);
     if (kStats) store_parts(job, totals, inside, row, lane);
@@ -87,13 +83,13 @@ __global__ void __launch_bounds__(kThreads, kStats ? 2 : 3)
 }
 
 // ---- launch
-template <Kind kKind, int kLanes, int kHeld>
-void launch(const QuantizeJob& job, cudaStream_t stream) {
-    const auto grid = static_cast<unsigned>(ceil_div(job.a.rows, kThreads / kLanes));
+template <Kind kKind>
+void launch_long(const QuantizeJob& job, cudaStream_t stream) {
+    const auto grid = static_cast<unsigned>(job.a.rows);
     if (job.a.sums != nullptr || job.a.counts != nullptr)
-        fast_kernel<kKind, kLanes, kHeld, true><<<grid, kThreads, 0, stream>>>(job);
+        long_kernel<kKind, true><<<grid, kThreads, 0, stream>>>(job);
     else
-        fast_kernel<kKind, kLanes, kHeld, false><<<grid, kThreads, 0, stream>>>(job);
+        long_kernel<kKind, false><<<grid, kThreads, 0, stream>>>(job);
 }
 
 template <Kind kKind>
@@ -110,12 +106,10 @@ template <Kind kKind>
 void launch(const QuantizeJob& job, cudaStream_t stream) {
     if (job.a.after > 1) return launch_across<kKind>(job, stream);
     const int64_t blocks = job.a.k_size / 16;
-    if (blocks > 0 && blocks <= kMostHeld * kRowLanes)
-        launch_stream<kKind>(job, stream);
-    else if (blocks <= 256)
-        launch<kKind, 256, 1>(job, stream);
+    if (blocks > 0 && blocks <= kMostRowBlocks)
+        launch_row<kKind>(job, blocks, stream);
     else
-        launch<kKind, 256, 2>(job, stream);
+        launch_long<kKind>(job, stream);
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // The quantiser of BF16 rows at memory speed: rounding to nearest, nvfp4_exact, nvfp4 by Transformer Engine's
-// rule, mxfp4 and fp8. A thread holds blocks of 16 elements in registers (mxfp4: a pair of threads, 32), 32
-// or 256 threads a row; a row that fits is read once, its amax found on the way, a longer one is read again
-// from the L2 cache. Special blocks wait for the end and go the simple way.
+// rule, mxfp4 and fp8. A thread takes blocks of 16 elements (mxfp4: a pair of threads, 32), a thread block a
+// row. Special blocks wait for the end and go the simple way.
 //
-// Blocks across rows of memory (after > 1) are gathered through shared memory by across_kernel.
+// Here: what the kernels share, and the one for rows of any length, which reads them again from the L2 cache.
+// Rows that are read once are in quantize_row.cuh, blocks across rows of memory in quantize_across.cuh.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -25,17 +25,18 @@ __device__ constexpr Rule rule_of() {
             kKind == kTe ? FP4BF16_RULE_TE : FP4BF16_RULE_DEFAULT, kKind == kExactFull, false};
 }
 
-// Where a row's results go; NULL: nowhere.
+// Where a row's results go, and which there are.
 struct Row {
     int64_t number;
     uint8_t *packed, *expanded, *block_scale;
+    bool packs, expands, scales;
 
-    __device__ Row(const QuantizeJob& job, int64_t row) : number(row) {
+    __device__ Row(const QuantizeJob& job, int64_t row, bool fp8) : number(row) {
         const fp4bf16_quantize_args& a = job.a;
-        const int64_t bytes = a.format == FP4BF16_FP8 ? job.kp : job.kp / 2;
-        packed = a.packed == nullptr ? nullptr : a.packed + row * bytes;
-        expanded = a.expanded == nullptr ? nullptr : a.expanded + row * a.expanded_stride;
-        block_scale = a.block_scale == nullptr ? nullptr : a.block_scale + row * job.blocks;
+        packs = a.packed != nullptr, expands = a.expanded != nullptr, scales = a.block_scale != nullptr;
+        packed = a.packed + row * (fp8 ? job.kp : job.kp >> 1);
+        expanded = a.expanded + row * a.expanded_stride;
+        block_scale = a.block_scale + row * job.blocks;
     }
 };
 
@@ -82,7 +83,7 @@ __device__ inline void drop_outliers(const QuantizeJob& job, int b, uint32_t (&w
 
 // A block the simple way: NaN and Inf, subnormal numbers, blocks beyond a given outer scale.
 template <int kB>
-__device__ __noinline__ void special_block(const QuantizeJob& job, const Outer& o, int64_t row, int64_t b,
+__device__ __noinline__ void special_block(const QuantizeJob& job, Outer o, int64_t row, int64_t b,
                                            Totals* totals) {
     const auto source = static_cast<const __nv_bfloat16*>(job.a.x) + job.place(row) + b * kB * job.a.k_stride;
     float x[kB];
@@ -179,18 +180,18 @@ __device__ inline Rounded round_block(const uint32_t (&w)[8], uint32_t top, cons
 template <Kind kKind>
 __device__ inline void store_codes(const Row& row, int b, const uint32_t (&w)[8], uint32_t (&q)[8],
                                    uint32_t byte) {
-    if ((kKind == kExactFull || kKind == kExactFast) && row.expanded != nullptr) {
+    if ((kKind == kExactFull || kKind == kExactFast) && row.expands) {
         const uint32_t scale = byte * 0x800080u;  // E4M3's bits in FP16's fields: the scale times 2^-8
         reinterpret_cast<uint4*>(row.expanded)[b] =
             make_uint4(expand_codes(q, w, scale), expand_codes(q + 2, w + 2, scale),
                        expand_codes(q + 4, w + 4, scale), expand_codes(q + 6, w + 6, scale));
     }
-    if (row.packed != nullptr) {
+    if (row.packs) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) q[i] |= w[i] & kSigns;
         reinterpret_cast<uint2*>(row.packed)[b] = make_uint2(pack_codes(q), pack_codes(q + 4));
     }
-    if (row.block_scale == nullptr) return;
+    if (!row.scales) return;
     if (kKind != kMx)
         row.block_scale[b] = static_cast<uint8_t>(byte);
     else if (b % 2 == 0)
@@ -254,8 +255,8 @@ __device__ inline bool do_fp8(const QuantizeJob& job, const Outer& o, const uint
         add_stats(w, code, 1.0f, 1.0f, o.encode, 448.0f * kClip, o, totals);
     }
     const uint4 all = make_uint4(out[0], out[1], out[2], out[3]);
-    if (row.packed != nullptr) reinterpret_cast<uint4*>(row.packed)[b] = all;
-    if (row.expanded != nullptr) reinterpret_cast<uint4*>(row.expanded)[b] = all;
+    if (row.packs) reinterpret_cast<uint4*>(row.packed)[b] = all;
+    if (row.expands) reinterpret_cast<uint4*>(row.expanded)[b] = all;
     return true;
 }
 
@@ -277,6 +278,7 @@ __device__ inline void do_special(const QuantizeJob& job, const Outer& o, int64_
 template <int kLanes>
 __device__ inline uint32_t row_max(uint32_t v) {
     v = __reduce_max_sync(0xFFFFFFFFu, v);
+    if (kLanes == 32) return v;
     __shared__ uint32_t warps[kLanes / 32];
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
     __syncthreads();
@@ -311,18 +313,35 @@ __device__ inline void store_totals(const QuantizeJob& job, const Totals& totals
         }
 }
 
-template <Kind kKind, int kLanes, int kHeld, bool kStats>
+__device__ inline const uint4* row_source(const QuantizeJob& job, int64_t row) {
+    return reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) + row * job.a.x_stride);
+}
+
+__device__ inline void unpack_block(const uint4& low, const uint4& high, uint32_t (&w)[8]) {
+    w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w;
+    w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
+}
+
+template <Kind kKind, bool kStats>
+__device__ inline bool do_any(const QuantizeJob& job, const Outer& o, uint32_t (&w)[8], uint32_t top,
+                              const Row& row, int b, bool inside, Totals* totals) {
+    if constexpr (kKind == kFp8)
+        return do_fp8<kStats>(job, o, w, top, row, b, inside, totals);
+    else
+        return do_block<kKind, kStats>(job, o, w, top, row, b, inside, totals);
+}
+
+// A row of any length, read twice.
+template <Kind kKind, bool kStats>
 __global__ void __launch_bounds__(kThreads, kStats || kKind == kExactFull ? 2
                                             : kKind == kExactFast         ? 3
                                                                           : 4)
-    fast_kernel(const __grid_constant__ QuantizeJob job) {
-    constexpr int kSpan = kLanes * kHeld;  // blocks of a row that its threads hold
-    const int lane = threadIdx.x % kLanes;
-    const int64_t row = int64_t{blockIdx.x} * (kThreads / kLanes) + threadIdx.x / kLanes;
-    if (row >= job.a.rows) return;
+    long_kernel(const __grid_constant__ QuantizeJob job) {
+    constexpr int kLanes = kThreads, kHeld = 2, kSpan = kLanes * kHeld;  // blocks at a time
+    const int lane = threadIdx.x;
+    const int64_t row = blockIdx.x;
     const int blocks = static_cast<int>(job.a.k_size / 16);
-    const auto source =
-        reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) + row * job.a.x_stride);
+    const uint4* source = row_source(job, row);
     uint32_t w[kHeld][8], top[kHeld];
     const auto fetch = [&](int base) {
 #pragma unroll
@@ -330,8 +349,7 @@ __global__ void __launch_bounds__(kThreads, kStats || kKind == kExactFull ? 2
             const int b = base + h * kLanes + lane;
             uint4 low{}, high{};
             if (b < blocks) low = source[2 * b], high = source[2 * b + 1];
-            w[h][0] = low.x, w[h][1] = low.y, w[h][2] = low.z, w[h][3] = low.w;
-            w[h][4] = high.x, w[h][5] = high.y, w[h][6] = high.z, w[h][7] = high.w;
+            unpack_block(low, high, w[h]);
         }
         if (job.a.outliers > 0)
 #pragma unroll
@@ -340,8 +358,7 @@ __global__ void __launch_bounds__(kThreads, kStats || kKind == kExactFull ? 2
         for (int h = 0; h < kHeld; ++h) top[h] = largest(w[h]);
     };
     Outer o = job.outer(rule_of<kKind>(), row);
-    const bool finds = job.finds_outer();
-    if (finds) {
+    if (job.finds_outer()) {
         uint32_t most = 0;
         for (int base = 0; base < blocks; base += kSpan) {
             fetch(base);
@@ -352,18 +369,14 @@ __global__ void __launch_bounds__(kThreads, kStats || kKind == kExactFull ? 2
     }
     Totals totals;
     uint64_t special = 0;  // bit i: block i * kLanes + lane
-    const Row results(job, row);
+    const Row results(job, row, kKind == kFp8);
     for (int base = 0; base < blocks; base += kSpan) {
-        if (!finds || blocks > kSpan) fetch(base);
+        fetch(base);
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
             const int b = base + h * kLanes + lane;
-            bool done;
-            if constexpr (kKind == kFp8)
-                done = do_fp8<kStats>(job, o, w[h], top[h], results, b, b < blocks, &totals);
-            else
-                done = do_block<kKind, kStats>(job, o, w[h], top[h], results, b, b < blocks, &totals);
-            if (!done) special |= uint64_t{1} << (base / kLanes + h);
+            if (!do_any<kKind, kStats>(job, o, w[h], top[h], results, b, b < blocks, &totals))
+                special |= uint64_t{1} << (base / kLanes + h);
         }
     }
     if (special != 0) do_special<kKind, kLanes, kStats>(job, o, row, lane, special, &totals);
