@@ -51,8 +51,13 @@ fp4bf16_status check_numbers(fp4bf16_quantize_args* a) {
     if (a->rows % a->after != 0)
         return fail(FP4BF16_INVALID_ARGUMENT, "quantize: rows is %lld, but must be a multiple of after, %lld",
                     static_cast<long long>(a->rows), static_cast<long long>(a->after));
+    FP4BF16_TRY(check_range("x_stride", a->x_stride, -most, most));
+    FP4BF16_TRY(check_range("k_stride", a->k_stride, -most, most));
+    FP4BF16_TRY(check_range("hidden_stride", a->hidden_stride, 0, most));
+    FP4BF16_TRY(check_range("expanded_stride", a->expanded_stride, 0, most));
     FP4BF16_TRY(check_range("mid", a->mid, 1, a->rows));
-    return check_range("inner", a->inner, 1, a->rows);
+    FP4BF16_TRY(check_range("inner", a->inner, 1, a->rows));
+    return check_groups(kName, a->mid, a->inner);
 }
 
 fp4bf16_status check_hidden(const fp4bf16_quantize_args& a) {

@@ -5,15 +5,15 @@
 
 namespace fp4bf16 {
 
-extern const GemmConfig kPromoted256x128, kPromoted128x192, kPromoted128x128, kFast128x256, kFast128x192,
-    kFast128x128, kBf16Mk256, kBf16Kn256, kBf16Mn256, kBf16Mk128, kBf16Kn128, kBf16Mn128;
+extern const GemmConfig kPromoted256x128, kPromoted128x192, kPromoted128x128, kFast128x256, kFast128x128,
+    kBf16Mk256, kBf16Kn256, kBf16Mn256, kBf16Mk128, kBf16Kn128, kBf16Mn128;
 
 namespace {
 
 // Numbered from 1.
 const GemmConfig* const kConfigs[] = {&kPromoted256x128, &kPromoted128x192, &kPromoted128x128, &kFast128x256,
-                                      &kFast128x192,     &kFast128x128,     &kBf16Mk256,       &kBf16Kn256,
-                                      &kBf16Mn256,       &kBf16Mk128,       &kBf16Kn128,       &kBf16Mn128};
+                                      &kFast128x128,     &kBf16Mk256,       &kBf16Kn256,       &kBf16Mn256,
+                                      &kBf16Mk128,       &kBf16Kn128,       &kBf16Mn128};
 constexpr int kCount = sizeof kConfigs / sizeof kConfigs[0];
 
 bool fits(const GemmConfig& c, const fp4bf16_gemm_args& g) {

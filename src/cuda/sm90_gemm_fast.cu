@@ -4,6 +4,5 @@
 namespace fp4bf16 {
 extern const GemmConfig kFast128x256 =
     describe<DualConfig<128, 256, 4, 2, 1, false>>("fast 128x256 cluster 2x1");
-extern const GemmConfig kFast128x192 = describe<DualConfig<128, 192, 5, 1, 1, false>>("fast 128x192");
 extern const GemmConfig kFast128x128 = describe<DualConfig<128, 128, 6, 1, 1, false>>("fast 128x128");
 }  // namespace fp4bf16
