@@ -121,7 +121,8 @@ def quantize(
             value), "fast" two.
         nan: "raise", the default on the host; or "propagate", the default on the GPU: the block that holds
             NaN or Inf decodes to NaN ("fp8": the element alone). "raise" on the GPU waits for the result.
-        out: `QuantizedArray` made by the same call, to write to.
+        out: `QuantizedArray` made by the same call, to write to. Where a captured graph multiplies it, pass
+            ``expand=True`` each time: the expanded bytes then stay in place.
         stream: of a GPU array: a handle, an object with ``__cuda_stream__``, a PyTorch or CuPy stream; by
             default the framework's current one. Host arrays have none.
         seed: of stochastic rounding, an int or (seed, stream, call): element i of x in C order takes word
