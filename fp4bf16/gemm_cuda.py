@@ -256,6 +256,9 @@ def quantiser_multiplies(a: Arg, rank: int) -> bool:
     """Whether the quantiser of `a` makes T on the tensor cores; else a product of its own is faster."""
     if a.array is None or a.array.dtype != "bfloat16" or rank > 128:
         return False
+    k, (least, most) = a.shape[-1], (512, 8192) if rank <= 64 else (256, 4096)
+    if not least < k <= most:  # what a cluster of 2 to 16 thread blocks holds of D
+        return False
     x = kernels.left(a.array)
     return x.k_stride == 1 and kernels.readable(x)
 

@@ -141,7 +141,7 @@ def gemm_args(library, **fields):
 @pytest.mark.parametrize(
     "fields, sentence",
     [
-        (dict(m=-1), "m is -1, but must be 0 to 2147483647"),
+        (dict(m=-1), "m is -1, but must be 0 to 2147482624"),
         (dict(n=1 << 31), "n is 2147483648"),
         (dict(k8=-5), "k8 is -5"),
         (dict(k16=1 << 40), "k16 is 1099511627776"),

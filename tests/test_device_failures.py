@@ -11,7 +11,7 @@ import fp4bf16 as fb
 from fp4bf16 import device
 
 STATUSES = [
-    (1, ValueError, "gemm: m is -1, but must be 0 to 2147483647"),
+    (1, ValueError, "gemm: m is -1, but must be 0 to 2147482624"),
     (2, fb.CudaError, "gemm: no usable GPU: no CUDA-capable device is detected (CUDA error 100)"),
     (3, fb.UnsupportedArchError, "gemm: this GPU has compute capability 7.5, but 8.0 or later is needed"),
     (4, fb.CudaError, "gemm: an illegal memory access was encountered (CUDA error 700)"),

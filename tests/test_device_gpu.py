@@ -333,6 +333,7 @@ def test_graph_of_cupy(rng):
         pytest.skip("no GPU")
     x = cupy.zeros((96, 320), np.float32)
     fb.dequantize(fb.quantize(x))
+    cupy.cuda.Device().synchronize()  # a non-blocking stream does not wait for the zeros
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()

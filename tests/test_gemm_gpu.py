@@ -329,6 +329,7 @@ def test_graph_of_cupy_replays(rng):
     stream = cupy.cuda.Stream(non_blocking=True)
     for name, f in functions.items():
         f()
+        cupy.cuda.Device().synchronize()  # a non-blocking stream does not wait for the others
         with stream:
             stream.begin_capture()
             y = f()
