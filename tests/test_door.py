@@ -133,7 +133,7 @@ def test_more_numbers_than_bytes_are_never_read(format, operands):
     q = fb.quantize(a, format)
     q.shape = (4, 320)
     for call in (lambda: fb.dequantize(q), lambda: fb.matmul(q, np.tile(b, (10, 1)))):
-        with pytest.raises(ShapeError, match=r"packed of a .* of shape \(4, 320\) .* must be \(4, \d+\), but"):
+        with pytest.raises(ShapeError, match=r"packed of a .* of shape \(4, 320\) .* must be \(4, "):
             call()
     with pytest.raises(ShapeError, match="packed of a .* must be"):
         pickle.loads(pickle.dumps(q))
