@@ -127,7 +127,8 @@ def quantize(
             default the framework's current one. Host arrays have none.
         seed: of stochastic rounding, an int or (seed, stream, call): element i of x in C order takes word
             i % 4 of Philox4x32-10 (Salmon et al., SC 2011) with key seed and counter (i // 4, stream, call),
-            the same on the CPU and the GPU.
+            the same on the CPU and the GPU. The same seed is the same draw, the default (0) too: pass another
+            each time, such as (0, layer, step).
         expand: make `.expanded` in the same pass ("nvfp4_exact" and "fp8").
         stats: keep `stats`. On the GPU they stay there; the first attribute that is read waits for them.
 
