@@ -34,7 +34,7 @@ class Case:
 
     def __init__(self, library, gpu, x, k, fmt="nvfp4_exact", search=FAST, outliers=(), tail=0, given=None,
                  packed=True, stochastic=False, stats=False):  # fmt: skip
-        self.library, self.gpu, self.x, self.k, self.fmt, self.search = library, gpu, x, k, fmt, search
+        self.loaded, self.gpu, self.x, self.k, self.fmt, self.search = library, gpu, x, k, fmt, search
         self.outliers = np.asarray(outliers, np.int32)
         self.tail, self.given, self.packed = tail, given, packed
         self.stochastic, self.stats = stochastic, stats
@@ -47,7 +47,7 @@ class Case:
         kp = -(-self.k // block) * block
         expanded_stride = -(-kp // 128) * 128 + self.tail
         width = rank + len(self.outliers) + self.tail
-        args = self.library.ffi.new("fp4bf16_quantize_args*")
+        args = self.loaded.ffi.new("fp4bf16_quantize_args*")
         args.rows, args.k_size, args.after, args.x_stride, args.k_stride = rows, self.k, 1, stride, 1
         args.dtype, args.format, args.search = 1, FORMATS[self.fmt], self.search
         args.mid, args.inner = 1, rows
@@ -82,11 +82,11 @@ class Case:
             down_t[:, : self.k] = down.T
             self.put(args, "down_t", down_t)
             args.rank, args.down_stride = rank, pitch
-        size = self.library.lib.fp4bf16_quantize_workspace_size(args)
+        size = self.loaded.lib.fp4bf16_quantize_workspace_size(args)
         assert size >= 0
         if size:
             self.point(args, "workspace", gpu.empty(size))
-        self.library.call("quantize", args, 0)
+        self.loaded.call("quantize", args, 0)
         gpu.check(gpu.rt.cudaDeviceSynchronize())
         got = {name: gpu.get(where[name], *shapes[name]) for name in shapes}
         gpu.free()
@@ -98,8 +98,8 @@ class Case:
         self.point(args, name, self.gpu.put(array))
 
     def point(self, args, name, address):
-        field = dict(self.library.ffi.typeof(args[0]).fields)[name]
-        setattr(args, name, self.library.ffi.cast(field.type, address))
+        field = dict(self.loaded.ffi.typeof(args[0]).fields)[name]
+        setattr(args, name, self.loaded.ffi.cast(field.type, address))
 
     def check(self, down, exact_t=True):
         want, _ = self.run()

@@ -74,7 +74,7 @@ class Product:
     def __init__(self, library, gpu, rng, m, n, k8=0, k16=0, *, batch=(1, 1, 1, 1, 1), data="signed", pad=0,
                  odd=False, m_major=False, n_major=False, row=None, col=None, bias=None, residual=None,
                  d_dtype=0, **fields):  # fmt: skip
-        self.library, self.gpu, self.m, self.n, self.batch, self.d_dtype = library, gpu, m, n, batch, d_dtype
+        self.loaded, self.gpu, self.m, self.n, self.batch, self.d_dtype = library, gpu, m, n, batch, d_dtype
         count, _, a_mod, _, b_mod = batch
         self.x = {"a8": e4m3_bytes(rng, a_mod, m, k8, data), "b8": e4m3_bytes(rng, b_mod, n, k8, data),
                   "a16": bf16(rng, a_mod, m, k16, data), "b16": bf16(rng, b_mod, n, k16, data)}  # fmt: skip
@@ -122,14 +122,14 @@ class Product:
             fields["residual"] = gpu.put(stored(self.residual, self.n + pad, np.nan))
 
     def args(self, **fields):
-        return gemm_args(self.library, **self.fields | fields)
+        return gemm_args(self.loaded, **self.fields | fields)
 
     def run(self, function="gemm", stream=0, **fields) -> np.ndarray:
         """D (count, m, n), after a look at everything around it."""
         dtype = DTYPES[self.d_dtype]
         shape = (self.batch[0], self.m, self.d_stride)
         d = self.gpu.empty(int(np.prod(shape)) * dtype.itemsize)
-        self.library.call(function, self.args(d=d, **fields), stream)
+        self.loaded.call(function, self.args(d=d, **fields), stream)
         got = self.gpu.get(d, shape, dtype)
         assert (np.ascontiguousarray(got[..., self.n :]).view(np.uint8) == POISON).all(), "wrote between rows"
         return got[..., : self.n]
@@ -140,14 +140,14 @@ class Product:
             yield function, self.run(function, **fields)
             return
         args, number, taken = self.args(d=1024, **fields), 0, 0  # d is not written
-        while name := self.library._text(self.library.lib.fp4bf16_gemm_config(args, number)):
+        while name := self.loaded._text(self.loaded.lib.fp4bf16_gemm_config(args, number)):
             try:
                 yield f"{number} {name}", self.run(function, config=number, **fields)
                 taken += number > 0
             except ValueError as error:  # numbered, but for other operands
                 assert number > 0 and "config" in str(error), f"{number} {name}: {error}"
             number += 1
-        assert taken or "simple" in self.library._text(self.library.lib.fp4bf16_gemm_config(args, 0))
+        assert taken or "simple" in self.loaded._text(self.loaded.lib.fp4bf16_gemm_config(args, 0))
 
     def expected(self):
         """float64 D, and the sum of |products| in its units: what an accumulation error is relative to."""

@@ -59,7 +59,7 @@ class Call:
                  given=None, expanded=None, stats=True, slack=0, outliers=None, down=None, extra=0,
                  x_offset=0, stream=0, stride_slack=0):  # fmt: skip
         """`x` (rows, k), or (before, k, after) blocked along its middle axis. `groups`: (mid, inner)."""
-        self.library, self.gpu, self.fmt, self.stream = library, gpu, fmt, stream
+        self.loaded, self.gpu, self.fmt, self.stream = library, gpu, fmt, stream
         before = x.shape[0]
         self.rows, self.k = (before, x.shape[1]) if x.ndim == 2 else (before * x.shape[2], x.shape[1])
         block = {"mxfp4": 32, "fp8": 1}.get(fmt, 16)
@@ -94,9 +94,9 @@ class Call:
             self.set("workspace", gpu.empty(size))
 
     def set(self, name, address):
-        kind = self.library.ffi.typeof("fp4bf16_quantize_args")
+        kind = self.loaded.ffi.typeof("fp4bf16_quantize_args")
         field = dict(kind.fields)[name].type
-        setattr(self.args, name, self.library.ffi.cast(field, address))
+        setattr(self.args, name, self.loaded.ffi.cast(field, address))
         return address
 
     def result(self, name, shape, dtype, zero=False):
@@ -132,7 +132,7 @@ class Call:
             self.result("hidden", (self.rows, count + rank + extra), BF16)
 
     def run(self):
-        self.library.call("quantize", self.args, self.stream)
+        self.loaded.call("quantize", self.args, self.stream)
         return {name: self.gpu.get(address, shape, dtype) for name, address, shape, dtype in self.keep}
 
 

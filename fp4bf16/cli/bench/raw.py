@@ -19,8 +19,9 @@ class Raw:
     """Structs of the C ABI filled in from tensors, which the caller keeps alive."""
 
     def __init__(self, torch: Any, device: str = "cuda"):
-        self.torch, self.device, self.library = torch, device, cuda.load()
-        self.ffi, self.lib = self.library.ffi, self.library.lib
+        self.torch, self.device = torch, device
+        loaded = cuda.load()
+        self.ffi, self.lib = loaded.ffi, loaded.lib
 
     def stream(self) -> int:
         return self.torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
