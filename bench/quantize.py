@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from fp4bf16.backends import cpu_quantize as cpu  # noqa: E402
 from fp4bf16.backends.threads import num_threads  # noqa: E402
+from fp4bf16.cli.bench.record import cpu_name  # noqa: E402
 from fp4bf16.python_ref import quantize as reference  # noqa: E402
 from fp4bf16.quantize import quantize  # noqa: E402
 
@@ -188,14 +189,6 @@ def main() -> int:
     for line in missed:
         print("MISSED", line)
     return 1 if missed else 0
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as f:
-            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "unknown"
 
 
 if __name__ == "__main__":

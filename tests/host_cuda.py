@@ -22,7 +22,7 @@ import pytest
 
 from fp4bf16 import device
 from fp4bf16.adapters import DeviceArray, _dtype_name
-from fp4bf16.backends import cpu_quantize, cuda
+from fp4bf16.backends import cpu_quantize, cuda, cuda_math
 from fp4bf16.formats import FORMATS
 from fp4bf16.interop import BFLOAT16
 from fp4bf16.python_ref.formats import E2M1, E4M3, E8M0, encode_e4m3, unpack
@@ -416,3 +416,19 @@ def host_cuda(monkeypatch):
 
 assert ctypes.sizeof(ctypes.c_void_p) == 8, "addresses are read as 64 bits"
 __all__ = ["Fake", "FakeArray", "HostCuda", "host_cuda", "memory", "put"]
+
+
+class Arrays(cuda_math.Arrays):
+    """NumPy behind `FakeArray`."""
+
+    def __init__(self):
+        super().__init__(np)
+
+    def raw(self, x):
+        return x.owner.array
+
+    def owner(self, raw, like):
+        return FakeArray(np.asarray(raw), like.device)
+
+    def erfc(self, x):
+        return np.frompyfunc(math.erfc, 1, 1)(x).astype(np.float64)

@@ -7,25 +7,12 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda import FakeArray, host_cuda, put  # noqa: F401  (host_cuda is a fixture)
+from host_cuda import Arrays, FakeArray, host_cuda, put  # noqa: F401  (host_cuda is a fixture)
 
 import fp4bf16 as fb
 from fp4bf16.__main__ import main
 from fp4bf16.backends import cuda, cuda_gemm, cuda_math, cuda_tape
 from fp4bf16.cli import info, validate, validate_cuda
-
-
-class Arrays(cuda_math.Arrays):
-    """NumPy's own functions behind `FakeArray`."""
-
-    def __init__(self):
-        super().__init__(np)
-
-    def raw(self, x):
-        return x.owner.array
-
-    def owner(self, raw, like):
-        return FakeArray(np.asarray(raw), like.device)
 
 
 @pytest.fixture

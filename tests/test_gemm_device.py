@@ -7,13 +7,12 @@ where results go, every sentence, what is allocated and that nothing is read bac
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cuda import FakeArray, host_cuda, put  # noqa: F401  (host_cuda is a fixture)
+from host_cuda import Arrays, FakeArray, host_cuda, put  # noqa: F401  (host_cuda is a fixture)
 
 import fp4bf16 as fb
 from fp4bf16.backends import cuda_gemm, cuda_math, cuda_tape
@@ -29,22 +28,6 @@ SHAPES = [
     ((2, 0, 32), (2, 32, 4)), ((1, 5, 32), (4, 32, 3)), ((2, 1, 5, 48), (4, 48, 16)),
     ((3, 2, 1, 48), (48, 16)), ((3, 1, 5, 32), (1, 4, 32, 6)), ((2, 1, 3, 4, 32), (5, 1, 32, 6)),
 ]  # fmt: skip
-
-
-class Arrays(cuda_math.Arrays):
-    """NumPy behind `FakeArray`."""
-
-    def __init__(self):
-        super().__init__(np)
-
-    def raw(self, x):
-        return x.owner.array
-
-    def owner(self, raw, like):
-        return FakeArray(np.asarray(raw), like.device)
-
-    def erfc(self, x):
-        return np.frompyfunc(math.erfc, 1, 1)(x).astype(np.float64)
 
 
 @pytest.fixture(autouse=True)

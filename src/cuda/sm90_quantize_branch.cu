@@ -3,7 +3,6 @@
 #include <cuda_fp8.h>
 
 #include "common.h"
-#include "branch.h"
 #include "quantize.cuh"
 #include "quantize_half.cuh"
 #include "sm90_quantize_branch.cuh"
@@ -131,13 +130,6 @@ struct RowRules {
         }
         return out;
     }
-};
-
-// No quantiser: the product alone.
-struct NoRules {
-    static constexpr fp4bf16_format kFormat = FP4BF16_NVFP4;
-    __device__ NoRules(const fp4bf16_quantize_args&, int64_t, float, bool) {}
-    __device__ Block operator()(const Work&, const uint4&, const uint4&) const { return {}; }
 };
 
 // Where a row's blocks go.
@@ -338,8 +330,9 @@ bool cluster_fits(const fp4bf16_quantize_args& a) {
     cudaLaunchConfig_t config{};
     cudaLaunchAttribute cluster{};
     int active = 0;
-    const fp4bf16_status status = a.rank <= 64 ? configure<64, NoRules>(ctas, &config, &cluster, &active)
-                                               : configure<128, NoRules>(ctas, &config, &cluster, &active);
+    const fp4bf16_status status = a.rank <= 64
+                                      ? configure<64, RowRules<kTe>>(ctas, &config, &cluster, &active)
+                                      : configure<128, RowRules<kTe>>(ctas, &config, &cluster, &active);
     return status == FP4BF16_OK && active > 0;
 }
 
@@ -378,8 +371,6 @@ bool stores_fit(const fp4bf16_quantize_args& a) {
     return a.packed == nullptr || aligned(a.packed, 8);
 }
 
-}  // namespace
-
 // What the product needs, whatever else is asked for. A cluster of one CTA would write to its own memory as
 // if it were another's, which memory checkers refuse; there a product of its own is as fast.
 bool branch_multiplies(const fp4bf16_quantize_args& a) {
@@ -391,6 +382,8 @@ bool branch_multiplies(const fp4bf16_quantize_args& a) {
            compute_capability("quantize", &major, &minor) == FP4BF16_OK && major == 9 && minor == 0 &&
            cluster_fits(a);
 }
+
+}  // namespace
 
 bool branch_takes(const fp4bf16_quantize_args& a) {
     const bool te =
@@ -407,11 +400,6 @@ fp4bf16_status quantize_branch(const fp4bf16_quantize_args& a, cudaStream_t stre
     if (a.format == FP4BF16_NVFP4) return launch_on<RowRules<kTe>>(a, stream);
     return a.search == FP4BF16_SEARCH_FULL ? launch_on<RowRules<kExactFull>>(a, stream)
                                            : launch_on<RowRules<kExactFast>>(a, stream);
-}
-
-fp4bf16_status multiply_branch(fp4bf16_quantize_args a, cudaStream_t stream) {
-    a.packed = a.expanded = a.block_scale = nullptr;
-    return launch_on<NoRules>(a, stream);
 }
 
 }  // namespace fp4bf16
