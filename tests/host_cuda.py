@@ -11,6 +11,8 @@ host's; what it allocates is poisoned.
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import math
 from collections import Counter
 from contextlib import contextmanager
@@ -36,6 +38,8 @@ RULES = (
     "floor", "rceil", "ceil",
 )  # fmt: skip
 POISON = 0xA5
+#: Modules beside this one whose ``define(library)`` adds the emulation of a kernel family.
+EXTENSIONS = ("host_conv", "host_norm", "host_attention", "host_elementwise", "host_diffusion", "host_optimizer")
 
 
 # ---- memory
@@ -94,6 +98,9 @@ class HostCuda(cuda.Library):
         self.lib.fp4bf16_device_query = self.ffi.callback(
             "fp4bf16_status(int32_t, fp4bf16_device*)", lambda index, info: 0
         )
+        for name in EXTENSIONS:
+            if importlib.util.find_spec(name) is not None:
+                importlib.import_module(name).define(self)
         self._no_config = self.ffi.new("char[]", b"host")
         self.lib.fp4bf16_gemm_config = lambda args, config: self._no_config
 
@@ -369,6 +376,9 @@ class Fake:
 
     def from_host(self, array, like):
         return FakeArray(np.array(array), like.device)
+
+    def write(self, target, array) -> None:
+        target.array[...] = array
 
     def to_host(self, x):
         self.moved += 1  # a synchronisation

@@ -105,11 +105,36 @@ __device__ inline void copy_box_multicast(void* target, const CUtensorMap* map, 
         : "memory");
 }
 
+// Likewise of pictures: channels from c, pixel (x, y) of image n.
+__device__ inline void copy_picture_box(void* target, const CUtensorMap* map, uint64_t* barrier, int32_t c,
+                                        int32_t x, int32_t y, int32_t n) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(target)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c), "r"(x), "r"(y), "r"(n)
+        : "memory");
+}
+__device__ inline void copy_picture_box_multicast(void* target, const CUtensorMap* map, uint64_t* barrier,
+                                                  int32_t c, int32_t x, int32_t y, int32_t n, uint16_t mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(target)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c), "r"(x), "r"(y), "r"(n), "h"(mask)
+        : "memory");
+}
+
 // Box of shared memory -> global memory at (x, y, z); what lies outside the array is not written.
 __device__ inline void store_box(const CUtensorMap* map, uint32_t source, int32_t x, int32_t y, int32_t z) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                  "r"(source), "r"(x), "r"(y), "r"(z)
                  : "memory");
+}
+__device__ inline void store_picture_box(const CUtensorMap* map, uint32_t source, int32_t c, int32_t x,
+                                         int32_t y, int32_t n) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(source), "r"(c), "r"(x), "r"(y), "r"(n)
+        : "memory");
 }
 __device__ inline void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // This thread's committed stores have read their shared memory.
@@ -120,6 +145,14 @@ __device__ inline void store_wait() { asm volatile("cp.async.bulk.wait_group 0;"
 __device__ inline void store_matrices(uint32_t address, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w0),
                  "r"(w1), "r"(w2), "r"(w3)
+                 : "memory");
+}
+
+// Their counterpart: the same lanes give the same addresses and get the same words.
+__device__ inline void load_matrices(uint32_t address, uint32_t (&word)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "r"(address)
                  : "memory");
 }
 

@@ -101,7 +101,9 @@ using Accumulators = float[C::kWaves][C::kAccumulators];
 // uniform registers, where wgmma takes its descriptors from.
 __device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 
-template <class C>
+// What one consumer warpgroup keeps. kOwn: it tells the producer when its staging memory is free
+// (`own_empty`), kTails: every `period`-th k-tile is cut short, at `tail` steps.
+template <class C, bool kOwn = false, bool kTails = false>
 struct Consumer {
     static constexpr uint32_t kStageStep = C::kStageBytes >> 4;  // in descriptors
     static constexpr uint32_t kWaveStep = 64 * kTileBytes >> 4;
@@ -112,6 +114,8 @@ struct Consumer {
     uint32_t offset = 0;      // of the stage that was waited for last
     int held = -1;            // stage that wgmmas in flight still read
     int storing = -1;         // stage that this warpgroup's stores still read
+    uint32_t own_empty = 0;   // address of a barrier
+    int period = 0, tail = 4, left = 0;
 
     __device__ Consumer(const SharedStages<C>& shared, int group)
         : full(uniform(ptx::shared_address(shared.full))),
@@ -153,6 +157,7 @@ struct Consumer {
             ptx::store_wait_read();
             __syncwarp();
             release(storing);
+            if (kOwn && threadIdx.x % 128 == 0) ptx::barrier_arrive(own_empty);
         }
         storing = -1;
     }
@@ -189,25 +194,46 @@ struct Consumer {
         for (int i = 1; i < kSteps; ++i) Mma::mma(sum, a(wave, kAStep * i), b(kBStep * i));
     }
 
-    template <First kFirst>
+    // Whether the k-tile at hand is one that is cut short; a first tile never needs to be, what lies beyond
+    // is zero in one operand.
+    __device__ bool at_tail() {
+        if constexpr (!kTails) return false;
+        if (--left > 0) return false;
+        left = period;
+        return tail < 4;
+    }
+
+    template <First kFirst, int kSteps = 4>
     __device__ void e4m3_tile(Accumulators<C>& acc) {
         wait_full();
         ptx::wgmma_fence();
 #pragma unroll
         for (int wave = 0; wave < C::kWaves; ++wave)
-            multiply<kFirst, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(acc[wave], wave);
+            multiply<kFirst, ptx::E4m3Mma<C::kTileN>, kSteps, 2, 2>(acc[wave], wave);
         ptx::wgmma_commit();
     }
 
     // E4M3 k-tiles, sums kept by the tensor core (about 14 bits).
     __device__ void e4m3_fast(Accumulators<C>& acc, int tiles) {
+        left = period;
+        at_tail();
         e4m3_tile<kBegin>(acc);
         move_on();
         for (int k = 1; k < tiles; ++k) {
-            e4m3_tile<kAdd>(acc);
+            if (at_tail())
+                e4m3_tile<kAdd, kTails ? 2 : 4>(acc);
+            else
+                e4m3_tile<kAdd>(acc);
             move_on();
         }
         drain();
+    }
+
+    template <int kSteps>
+    __device__ void e4m3_part(float (&part)[C::kAccumulators], int wave) {
+        ptx::wgmma_fence();
+        multiply<kRenew, ptx::E4m3Mma<C::kTileN>, kSteps, 2, 2>(part, wave);
+        ptx::wgmma_commit();
     }
 
     // E4M3 k-tiles, each summed from zero and added in FP32. The other warpgroup's wgmmas must cover all that
@@ -220,7 +246,9 @@ struct Consumer {
         float part[C::kAccumulators];
 #pragma unroll
         for (int i = 0; i < C::kAccumulators; ++i) part[i] = -0.0f;  // adds nothing to any number
-        e4m3_tile<kBegin>(acc);                                      // onto nothing: needs no second sum
+        left = period;
+        at_tail();
+        e4m3_tile<kBegin>(acc);  // onto nothing: needs no second sum
         int stage = ring.stage;
         ring.advance();
         bool arrived = tiles > 1 && arrived_already();
@@ -233,11 +261,13 @@ struct Consumer {
             if (!arrived) ptx::barrier_wait(full + 8 * ring.stage, ring.parity);
             stage = ring.stage;
             ring.advance();
+            const bool cut = at_tail();
 #pragma unroll
             for (int wave = 0; wave < C::kWaves; ++wave) {
-                ptx::wgmma_fence();
-                multiply<kRenew, ptx::E4m3Mma<C::kTileN>, 4, 2, 2>(part, wave);
-                ptx::wgmma_commit();
+                if (cut)
+                    e4m3_part<kTails ? 2 : 4>(part, wave);
+                else
+                    e4m3_part<4>(part, wave);
                 if (wave == kLast) arrived = k + 1 < tiles && arrived_already();
                 ptx::wgmma_wait<0>();
                 if (wave == kLast) release(stage);
@@ -268,11 +298,22 @@ struct Consumer {
     // a first tile may be multiplied whole.
     template <bool kEmpty>
     __device__ void bf16(Accumulators<C>& acc, int tiles, int steps) {
+        left = period;
         if constexpr (kEmpty) {
+            at_tail();
             bf16_tile<4, kBegin>(acc);
             if (--tiles == 0) return drain();
         }
-        for (int k = 0; k < tiles - 1; ++k) bf16_tile<4, kAdd>(acc);
+        for (int k = 0; k < tiles - 1; ++k) {
+            if (at_tail())
+                bf16_last(acc, tail);
+            else
+                bf16_tile<4, kAdd>(acc);
+        }
+        bf16_last(acc, steps);
+        drain();
+    }
+    __device__ void bf16_last(Accumulators<C>& acc, int steps) {
         switch (steps) {
             case 1:
                 bf16_tile<1, kAdd>(acc);
@@ -286,7 +327,6 @@ struct Consumer {
             default:
                 bf16_tile<4, kAdd>(acc);
         }
-        drain();
     }
 };
 

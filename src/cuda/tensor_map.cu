@@ -28,6 +28,10 @@ fp4bf16_status encoder(const char* function, Encode* encode) {
     return FP4BF16_OK;
 }
 
+CUtensorMapDataType data_type(int element_bytes) {
+    return element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
 }  // namespace
 
 fp4bf16_status make_tensor_map(const char* function, const char* name, const void* pointer, int element_bytes,
@@ -43,10 +47,10 @@ fp4bf16_status make_tensor_map(const char* function, const char* name, const voi
     const cuuint32_t box[3] = {static_cast<cuuint32_t>(shape.box_columns),
                                static_cast<cuuint32_t>(shape.box_rows), 1};
     const cuuint32_t steps[3] = {1, 1, 1};
-    const CUresult result = encode(
-        map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-        const_cast<void*>(pointer), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode(map, data_type(element_bytes), 3, const_cast<void*>(pointer), sizes, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return FP4BF16_OK;
     return fail(
         FP4BF16_INVALID_ARGUMENT,
@@ -54,6 +58,42 @@ fp4bf16_status make_tensor_map(const char* function, const char* name, const voi
         "error %d); operands must be 16-byte aligned, strides multiples of 16 bytes",
         function, name, static_cast<long long>(shape.rows), static_cast<long long>(shape.columns),
         static_cast<long long>(row), static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % 16),
+        static_cast<int>(result));
+}
+
+fp4bf16_status make_picture_map(const char* function, const char* name, const void* pointer,
+                                int element_bytes, const PictureShape& shape, CUtensorMap* map) {
+    Encode encode = nullptr;
+    FP4BF16_TRY(encoder(function, &encode));
+    const int64_t extents[4] = {shape.channels, shape.w, shape.h, shape.n};
+    cuuint64_t sizes[4], strides[3];
+    cuuint32_t box[4], steps[4] = {1, 1, 1, 1};
+    // The stride of an axis of one element is never used: it becomes one that the driver takes.
+    int64_t spare = ceil_div(shape.channels, 16) * 16;
+    for (int i = 0; i < 4; ++i) {
+        const bool spatial = i == 1 || i == 2;
+        sizes[i] = static_cast<cuuint64_t>(extents[i]);
+        steps[i] = spatial ? static_cast<cuuint32_t>(shape.step) : 1;
+        box[i] = static_cast<cuuint32_t>(shape.box[i]) * steps[i];
+        if (i == 0) continue;
+        const int64_t stride = extents[i] > 1 ? shape.strides[3 - i] : spare;
+        strides[i - 1] = static_cast<cuuint64_t>(stride * element_bytes);
+        spare = stride;
+    }
+    const CUresult result =
+        encode(map, data_type(element_bytes), 4, const_cast<void*>(pointer), sizes, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return FP4BF16_OK;
+    return fail(
+        FP4BF16_INVALID_ARGUMENT,
+        "%s: no tensor map for %s (%lld, %lld, %lld, %lld) with strides of %lld, %lld and %lld bytes at "
+        "offset %d of 16 (driver error %d); pictures must be 16-byte aligned, strides multiples of 16 "
+        "bytes",
+        function, name, static_cast<long long>(shape.n), static_cast<long long>(shape.h),
+        static_cast<long long>(shape.w), static_cast<long long>(shape.channels),
+        static_cast<long long>(strides[2]), static_cast<long long>(strides[1]),
+        static_cast<long long>(strides[0]), static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % 16),
         static_cast<int>(result));
 }
 

@@ -1,0 +1,333 @@
+// Which configuration a convolution gets, the box of pixels that its tiles are, and its launch. The gradient
+// in the pictures is a convolution of g, one for each residue of the pixels by the stride, with the taps that
+// meet it.
+#include "sm90_conv.h"
+
+#include <algorithm>
+
+#include "sm90_conv.cuh"
+#include "sm90_conv_host.h"
+#include "tensor_map.h"
+
+namespace fp4bf16 {
+namespace {
+
+const ConvConfig* const kConfigs[] = {&kConvPromoted256x128N, &kConvPromoted256x128M, &kConvPromoted128x128,
+                                      &kConvFast128x256,      &kConvFast256x128,      &kConvFast128x128,
+                                      &kConvGradient128x256,  &kConvGradient256x128,  &kConvGradient128x128};
+constexpr int kCount = sizeof kConfigs / sizeof kConfigs[0];
+
+// One track's operands.
+struct Source {
+    const void* x;
+    const void* w;
+    const int64_t* strides;
+    int64_t w_stride;
+    int n, h, w_, channels;  // of x
+    int step;
+    int weight_taps;  // of the weight; those used are `taps`
+    int taps;
+    Tap tap[kMostTaps];
+};
+
+// A convolution as the kernel sees it, whichever way it came about.
+struct Problem {
+    const char* op;
+    bool n_major, promoted;
+    int n, h, w, o;  // of the result
+    Source fp4, bf16;
+    ConvParams params;  // what does not depend on the configuration
+
+    int64_t k_tiles() const {
+        return fp4.taps * ceil_div(fp4.channels, 128) + bf16.taps * ceil_div(bf16.channels, 64);
+    }
+    int most_step() const { return std::max(fp4.taps > 0 ? fp4.step : 1, bf16.taps > 0 ? bf16.step : 1); }
+};
+
+// ---- the box of a tile
+
+struct Box {
+    int log_w, log_h, n;
+    int64_t tiles_w, tiles_h, tiles_n;
+    int64_t tiles() const { return tiles_w * tiles_h * tiles_n; }
+};
+
+// Sides for `rows` pixels with the fewest tiles; of equal ones the widest, then the highest.
+Box box_for(const Problem& p, int rows) {
+    Box best{};
+    const int most = 256 / p.most_step();  // pixels that a side of a copied box may span
+    for (int log_w = 6; log_w >= 0; --log_w)
+        for (int log_h = 8; log_h >= 0; --log_h) {
+            if (log_w + log_h > 8 || (1 << log_w) > most || (1 << log_h) > most) continue;
+            const int n = rows >> (log_w + log_h);
+            if (n < 1) continue;
+            const Box box{log_w,
+                          log_h,
+                          n,
+                          ceil_div(p.w, int64_t{1} << log_w),
+                          ceil_div(p.h, int64_t{1} << log_h),
+                          ceil_div(p.n, n)};
+            if (best.n == 0 || box.tiles() < best.tiles()) best = box;
+        }
+    return best;
+}
+
+// ---- choice
+
+bool fits(const ConvConfig& c, const Problem& p) {
+    return c.n_major == p.n_major && c.promoted == p.promoted;
+}
+
+// As of the GEMM: waves, times the k-tiles of an output tile and what comes between two, times its size.
+double cost(const ConvConfig& c, const Problem& p, int multiprocessors) {
+    const int64_t tiles =
+        ceil_div(box_for(p, c.tile_m).tiles(), c.cluster_m) * ceil_div(p.o, int64_t{c.tile_n} * c.cluster_n);
+    const auto waves = static_cast<double>(ceil_div(tiles, multiprocessors / (c.cluster_m * c.cluster_n)));
+    const double size = c.tile_m * c.tile_n / 32768.0;
+    return waves * size * (size < 0.6 ? 1.15 : 1.0) * (static_cast<double>(p.k_tiles()) + 2);
+}
+
+int choose(const Problem& p, int multiprocessors) {
+    int best = -1;
+    for (int i = 0; i < kCount; ++i)
+        if (fits(*kConfigs[i], p) &&
+            (best < 0 || cost(*kConfigs[i], p, multiprocessors) < cost(*kConfigs[best], p, multiprocessors)))
+            best = i;
+    return best;
+}
+
+// ---- maps
+
+// Sides of a box of `rows` consecutive rows of a tile.
+void box_sides(const ConvParams& p, int rows, int channels, int (&sides)[4]) {
+    sides[0] = channels;
+    sides[1] = std::min(rows, 1 << p.log_w);
+    sides[2] = std::min(rows / sides[1], 1 << p.log_h);
+    sides[3] = rows / (sides[1] * sides[2]);
+}
+
+fp4bf16_status source_maps(const ConvConfig& c, const Problem& p, const Source& s, int element_bytes,
+                           const char* x_name, const char* w_name, CUtensorMap* x, CUtensorMap* w) {
+    if (s.taps == 0) return FP4BF16_OK;
+    const int elements = kTileBytes / element_bytes;
+    PictureShape shape{s.channels, s.w_, s.h, s.n, s.strides, {}, s.step};
+    box_sides(p.params, c.tile_m / c.cluster_n, elements, shape.box);
+    FP4BF16_TRY(make_picture_map(p.op, x_name, s.x, element_bytes, shape, x));
+    MapShape weight{
+        int64_t{s.weight_taps} * s.channels, p.o, 1, s.w_stride, 0, elements, c.tile_n / c.cluster_m};
+    if (p.n_major) weight = {p.o, s.channels, s.weight_taps, s.w_stride, p.o, 64, elements};
+    return make_tensor_map(p.op, w_name, s.w, element_bytes, weight, w);
+}
+
+bool copy_engine_takes(const void* data, const int64_t (&strides)[3], int64_t n, int64_t h, int64_t w) {
+    const int64_t extents[3] = {n, h, w};
+    for (int i = 0; i < 3; ++i)
+        if (extents[i] > 1 && (strides[i] % 8 != 0 || strides[i] <= 0)) return false;
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
+fp4bf16_status result_maps(const Problem& p, const char* name, const void* data, const int64_t* strides,
+                           CUtensorMap* map) {
+    PictureShape shape{p.o, p.w, p.h, p.n, strides, {}, 1};
+    box_sides(p.params, 64, 64, shape.box);
+    return make_picture_map(p.op, name, data, 2, shape, map);
+}
+
+// ---- launch
+
+ConvTrack track_of(const Source& s, int elements, int first_tap) {
+    ConvTrack t{};
+    const int rest = s.channels % elements;
+    t.taps = s.taps, t.channels = s.channels, t.step = s.step, t.first_tap = first_tap;
+    t.chunks = static_cast<int>(ceil_div(s.channels, elements));
+    // An E4M3 chunk is multiplied whole or by half.
+    t.tail = rest == 0 ? 4 : elements == 64 ? static_cast<int>(ceil_div(rest, 16)) : rest <= 64 ? 2 : 4;
+    return t;
+}
+
+fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream) {
+    ConvParams& p = problem.params;
+    const Box box = box_for(problem, c.tile_m);
+    if (box.tiles() * ceil_div(problem.o, c.tile_n) > INT32_MAX / 2)
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "%s: the result (%d, %d, %d, %d) has more than 2^30 tiles; split the batch", problem.op,
+                    problem.n, problem.h, problem.w, problem.o);
+    p.log_w = box.log_w, p.log_h = box.log_h;
+    p.tiles_w = static_cast<int>(box.tiles_w), p.tiles_h = static_cast<int>(box.tiles_h);
+    p.by_w = Divisor(static_cast<uint32_t>(box.tiles_w)),
+    p.by_h = Divisor(static_cast<uint32_t>(box.tiles_h));
+    p.one_image = box.n == 1;
+    p.schedule =
+        Schedule(ceil_div(box.tiles(), c.cluster_m), ceil_div(problem.o, int64_t{c.tile_n} * c.cluster_n), 1);
+    p.n = problem.n, p.h = problem.h, p.w = problem.w;
+    p.fp4 = track_of(problem.fp4, 128, 0);
+    p.bf16 = track_of(problem.bf16, 64, problem.fp4.taps);
+    std::copy_n(problem.fp4.tap, problem.fp4.taps, p.tap);
+    std::copy_n(problem.bf16.tap, problem.bf16.taps, p.tap + problem.fp4.taps);
+    FP4BF16_TRY(source_maps(c, problem, problem.fp4, 1, "x8", "w8", &p.x8, &p.w8));
+    FP4BF16_TRY(
+        source_maps(c, problem, problem.bf16, 2, problem.n_major ? "g" : "x16", "w16", &p.x16, &p.w16));
+    const Epilogue& e = p.epilogue;
+    p.staged = e.d_dtype != FP4BF16_FLOAT32 && copy_engine_takes(e.d, p.d_strides, p.n, p.h, p.w);
+    p.prefetched = p.staged && p.residual != nullptr && p.residual_dtype == FP4BF16_BFLOAT16 &&
+                   copy_engine_takes(p.residual, p.residual_strides, p.n, p.h, p.w);
+    p.extra = p.alpha != 1.0f || e.bias != nullptr || p.bias2 != nullptr || p.image_bias != nullptr ||
+              e.activation != FP4BF16_NONE || (p.residual != nullptr && !p.prefetched);
+    if (p.staged) FP4BF16_TRY(result_maps(problem, "d", e.d, p.d_strides, &p.d));
+    if (p.prefetched)
+        FP4BF16_TRY(result_maps(problem, "residual", p.residual, p.residual_strides, &p.residual_map));
+    return c.launch(p, stream);
+}
+
+fp4bf16_status multiprocessor_count(int* count) {
+    int device = 0;
+    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "conv2d"));
+    return cuda_result(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "conv2d");
+}
+
+fp4bf16_status run(Problem& p, int config, cudaStream_t stream) {
+    int count = 0;
+    FP4BF16_TRY(multiprocessor_count(&count));
+    const int i = config == 0 ? choose(p, count) : config - 1;
+    if (i < 0 || i >= kCount || !fits(*kConfigs[i], p))
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "%s: config is %d, but there is none of that number (1 to %d) for these operands; pass 0",
+                    p.op, config, kCount);
+    return launch(*kConfigs[i], p, stream);
+}
+
+// The epilogue's part that is the same for both directions.
+void set_result(ConvParams* p, void* d, fp4bf16_dtype dtype, const int64_t* strides, const void* residual,
+                fp4bf16_dtype residual_dtype, const int64_t* residual_strides, int64_t o) {
+    Epilogue& e = p->epilogue;
+    e.d = d, e.d_dtype = dtype, e.n = static_cast<int>(o), e.alpha = 1.0f;
+    p->residual = residual, p->residual_dtype = residual_dtype;
+    std::copy_n(strides, 3, p->d_strides);
+    std::copy_n(residual_strides, 3, p->residual_strides);
+    e.vector = reinterpret_cast<uintptr_t>(d) % 8 == 0 && strides[0] % 2 == 0 && strides[1] % 2 == 0 &&
+               strides[2] % 2 == 0;
+}
+
+Problem forward_problem(const fp4bf16_conv2d_args& a) {
+    Problem p{};
+    p.op = "conv2d";
+    p.promoted = a.c8 > 0 && a.accumulate == FP4BF16_PROMOTED;
+    p.n = static_cast<int>(a.n), p.h = static_cast<int>(a.oh), p.w = static_cast<int>(a.ow);
+    p.o = static_cast<int>(a.o);
+    const auto source = [&](const void* x, const void* w, const int64_t* strides, int64_t w_stride, int64_t c,
+                            bool on_output) {
+        Source s{x,
+                 w,
+                 strides,
+                 w_stride,
+                 static_cast<int>(a.n),
+                 static_cast<int>(on_output ? a.oh : a.h),
+                 static_cast<int>(on_output ? a.ow : a.w),
+                 static_cast<int>(c),
+                 1,
+                 1,
+                 0,
+                 {}};
+        if (c == 0) return s;
+        if (on_output) return s.taps = 1, s;
+        s.step = static_cast<int>(a.stride), s.taps = s.weight_taps = static_cast<int>(a.kh * a.kw);
+        for (int t = 0; t < s.taps; ++t)
+            s.tap[t] = {static_cast<int8_t>(t / a.kw - a.top), static_cast<int8_t>(t % a.kw - a.left),
+                        static_cast<int16_t>(t)};
+        return s;
+    };
+    p.fp4 = source(a.x8, a.w8, a.x8_strides, a.w8_stride, a.c8, false);
+    p.bf16 = source(a.x16, a.w16, a.x16_strides, a.w16_stride, a.c16, a.x16_on_output != 0);
+    ConvParams& q = p.params;
+    set_result(&q, a.d, a.d_dtype, a.d_strides, a.residual, a.residual_dtype, a.residual_strides, a.o);
+    q.epilogue.col_scale = a.col_scale, q.epilogue.col_step = a.col_scale_step;
+    q.epilogue.activation = a.activation;
+    q.epilogue.bias = a.bias, q.epilogue.bias_dtype = a.bias_dtype;
+    q.bias2 = a.bias2, q.alpha = a.alpha;
+    q.image_scale = a.image_scale, q.image_scale_step = a.image_scale_step;
+    q.image_bias = a.image_bias, q.image_bias_stride = a.image_bias_stride;
+    q.image_bias_dtype = a.image_bias_dtype;
+    if (q.bias2 != nullptr && q.epilogue.bias == nullptr) std::swap(q.bias2, q.epilogue.bias);
+    return p;
+}
+
+// Pixels of the result with y % stride == py, x % stride == px.
+Problem gradient_problem(const fp4bf16_conv2d_dgrad_args& a, int64_t py, int64_t px) {
+    Problem p{};
+    p.op = "conv2d_dgrad";
+    p.n_major = true;
+    p.n = static_cast<int>(a.n), p.o = static_cast<int>(a.c);
+    p.h = static_cast<int>(ceil_div(a.h - py, a.stride)),
+    p.w = static_cast<int>(ceil_div(a.w - px, a.stride));
+    p.bf16 = {a.g,
+              a.w16,
+              a.g_strides,
+              a.w16_stride,
+              static_cast<int>(a.n),
+              static_cast<int>(a.oh),
+              static_cast<int>(a.ow),
+              static_cast<int>(a.o),
+              1,
+              static_cast<int>(a.kh * a.kw),
+              0,
+              {}};
+    for (int64_t r = 0; r < a.kh; ++r)
+        for (int64_t s = 0; s < a.kw; ++s) {
+            const int64_t y = py + a.top - r, x = px + a.left - s;
+            if (y % a.stride != 0 || x % a.stride != 0) continue;
+            p.bf16.tap[p.bf16.taps++] = {static_cast<int8_t>(y / a.stride), static_cast<int8_t>(x / a.stride),
+                                         static_cast<int16_t>(r * a.kw + s)};
+        }
+    const auto shifted = [&](const void* data, const int64_t* strides, fp4bf16_dtype dtype) -> void* {
+        if (data == nullptr) return nullptr;
+        const int64_t offset = (py * strides[1] + px * strides[2]) * size_of(dtype);
+        return const_cast<char*>(static_cast<const char*>(data) + offset);
+    };
+    const auto apart = [&](const int64_t* s, int64_t* out) {
+        out[0] = s[0], out[1] = s[1] * a.stride, out[2] = s[2] * a.stride;
+    };
+    int64_t strides[3], residual_strides[3];
+    apart(a.dx_strides, strides), apart(a.residual_strides, residual_strides);
+    set_result(&p.params, shifted(a.dx, a.dx_strides, a.dx_dtype), a.dx_dtype, strides,
+               shifted(a.residual, a.residual_strides, a.residual_dtype), a.residual_dtype, residual_strides,
+               a.c);
+    p.params.alpha = 1.0f;
+    return p;
+}
+
+fp4bf16_status check_taps(const char* op, int64_t kh, int64_t kw, int64_t top, int64_t left, int64_t extra) {
+    if (kh * kw + extra <= kMostTaps && top < 64 && left < 64) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "%s: the kernel is %lld x %lld with padding %lld, %lld; at most %d taps and padding under 64 "
+                "run here",
+                op, static_cast<long long>(kh), static_cast<long long>(kw), static_cast<long long>(top),
+                static_cast<long long>(left), kMostTaps - 1);
+}
+
+}  // namespace
+
+fp4bf16_status sm90_conv2d(const fp4bf16_conv2d_args& a, cudaStream_t stream) {
+    FP4BF16_TRY(check_taps("conv2d", a.kh, a.kw, a.top, a.left, 1));
+    Problem p = forward_problem(a);
+    return run(p, a.config, stream);
+}
+
+const char* sm90_conv2d_config(const fp4bf16_conv2d_args& a, int32_t config) {
+    if (config < 0 || config > kCount) return "";
+    if (config > 0) return kConfigs[config - 1]->name;
+    if (a.kh * a.kw >= kMostTaps) return "";
+    const int i = choose(forward_problem(a), 132);  // of an H100 or H200
+    return i < 0 ? "" : kConfigs[i]->name;
+}
+
+fp4bf16_status sm90_conv2d_dgrad(const fp4bf16_conv2d_dgrad_args& a, cudaStream_t stream) {
+    FP4BF16_TRY(check_taps("conv2d_dgrad", a.kh, a.kw, a.top, a.left, 0));
+    for (int64_t py = 0; py < std::min(a.stride, a.h); ++py)
+        for (int64_t px = 0; px < std::min(a.stride, a.w); ++px) {
+            Problem p = gradient_problem(a, py, px);
+            FP4BF16_TRY(run(p, a.config, stream));
+        }
+    return FP4BF16_OK;
+}
+
+}  // namespace fp4bf16
