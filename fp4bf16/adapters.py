@@ -184,6 +184,9 @@ class Torch:
             return raw.view(self.torch.bfloat16)
         return self.torch.from_numpy(np.ascontiguousarray(array)).to(like.owner.device)
 
+    def write(self, target: Any, array: np.ndarray) -> None:
+        target.detach().copy_(self.torch.from_numpy(array))
+
     def to_host(self, x: Any) -> np.ndarray:
         x = x.detach().cpu()
         if x.dtype == self.torch.bfloat16:
@@ -207,13 +210,14 @@ class Cupy:
 
     CuPy's pool hands out again what is freed during a graph capture, although the graph goes on using it at
     every replay (PyTorch keeps a pool for each graph). What is made on a stream under capture is therefore
-    kept in `held`, for the life of the process.
+    kept in `held`, for the life of the process; but on a stream in `pooled`, whose owner has made a pool that
+    lives as long as the graph the current allocator.
     """
 
     name = "cupy"
 
     def __init__(self, cupy: Any):
-        self.cupy, self.held = cupy, []
+        self.cupy, self.held, self.pooled = cupy, [], set()
         self.current_device = cupy.cuda.runtime.getDevice
 
     @staticmethod
@@ -242,14 +246,16 @@ class Cupy:
         """A context for one call on `stream`, or None: under capture all that the call makes, intermediate
         results too, comes from a pool of its own, which is held as well.
         """
-        if stream <= 2 or not self.cupy.cuda.runtime.streamIsCapturing(stream):  # 1, 2: the default streams
+        if stream <= 2 or stream in self.pooled:  # 1, 2: the default streams
+            return None
+        if not self.cupy.cuda.runtime.streamIsCapturing(stream):
             return None
         self.held.append(self.cupy.cuda.MemoryPool())
         return self.cupy.cuda.using_allocator(self.held[-1].malloc)
 
     def _kept(self, x: Any) -> Any:
         stream = self.cupy.cuda.get_current_stream()
-        if stream.ptr > 1 and stream.is_capturing():
+        if stream.ptr > 2 and stream.ptr not in self.pooled and stream.is_capturing():
             self.held.append(x)
         return x
 
@@ -300,6 +306,10 @@ class Cupy:
     def from_host(self, array: np.ndarray, like: DeviceArray) -> Any:
         with self.cupy.cuda.Device(like.device):
             return self.cupy.asarray(array)
+
+    def write(self, target: Any, array: np.ndarray) -> None:
+        # With a stream the copy is ordered there; from pageable memory it has read `array` when it returns.
+        target.set(array, stream=self.cupy.cuda.get_current_stream())
 
     def to_host(self, x: Any) -> np.ndarray:
         return self.cupy.asnumpy(x)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import attention_cuda, device
+from .device import DeviceArray
 from .dispatch import backend_for, check_stream
 from .errors import DTypeError, ShapeError
 from .formats import Format, QuantizedArray, get_format
@@ -33,11 +35,11 @@ class _Operands(NamedTuple):
 # ---- what is asked for -------------------------------------------------------------------------------------
 
 
-def _operand(x: Any, name: str) -> Operand:
+def _operand(x: Any, name: str) -> Operand | DeviceArray:
     if isinstance(x, QuantizedArray):
         raise TypeError(f"attention: {name} is a QuantizedArray, but q, k and v are quantised inside, after "
                         f"smoothing; pass the array itself and track='fp4'")  # fmt: skip
-    operand = float_operand(x, name)
+    operand = device.float_operand(x, name) if device.is_device(x) else float_operand(x, name)
     if len(operand.shape) != 4:
         raise ShapeError(f"attention: {name} has shape {operand.shape}, but (batch, seq, heads, dim) is "
                          f"needed; transpose (batch, heads, seq, dim) with .swapaxes(1, 2)")  # fmt: skip
@@ -161,9 +163,13 @@ def attention(q, k, v, *, track=None, causal=False, scale=None, out=None, stream
             - "dual": as "fp4", but the `outliers` channels of each head with the largest max|q| * max|k| are
               multiplied in BF16 into the same S.
             - "reference": nothing is rounded.
+
+            On a GPU "bf16" and "reference" run; "bf16" takes heads of up to 512 channels there, and its
+            results are rounded to BF16 whatever their dtype.
         causal: query i sees the keys 0..i, counted from the first key as in PyTorch.
         scale: of the scores; 1/sqrt(dim) by default. format: of the FP4 operands.
-        out, dtype: of the result, by default the operands' dtype. stream: None for host arrays.
+        out, dtype: of the result, by default the operands' dtype. stream: of device arrays, by default the
+        framework's current one; None for host arrays.
 
     Returns:
         (batch, seq_q, heads, dim_v) of q's framework.
@@ -177,8 +183,12 @@ def attention(q, k, v, *, track=None, causal=False, scale=None, out=None, stream
     >>> fb.attention(q, q, np.ones((1, 2, 1, 4), np.float32), track="fp4")[0, 0, 0]
     array([1., 1., 1., 1.], dtype=float32)
     """
-    check_stream("attention", stream)
     q, k, v = _operand(q, "q"), _operand(k, "k"), _operand(v, "v")
+    if attention_cuda.on_device("attention", q, k, v):
+        settings = _settings(track, q, k, v, scale, outliers)
+        result = str(_result("attention", dtype, q, k, v))
+        return attention_cuda.attention(q, k, v, settings, bool(causal), result, out, stream)
+    check_stream("attention", stream)
     framework = common_framework("attention", q, k, v)
     track, exact, scale = _settings(track, q, k, v, scale, outliers)
     result = _result("attention", dtype, q, k, v)
@@ -210,14 +220,15 @@ def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="n
     >>> dv[0, 0, 0]
     array([1., 1., 1., 1.], dtype=float32)
     """
-    check_stream("attention_vjp", stream)
     g, q, k, v = _operand(g, "g"), _operand(q, "q"), _operand(k, "k"), _operand(v, "v")
+    if attention_cuda.on_device("attention_vjp", q, k, v, g):
+        settings = _settings(track, q, k, v, scale, outliers)
+        _check_gradient(g, q, v)
+        return attention_cuda.attention_vjp(g, q, k, v, settings, bool(causal), out, stream)
+    check_stream("attention_vjp", stream)
     framework = common_framework("attention_vjp", q, k, v, g)
     track, exact, scale = _settings(track, q, k, v, scale, outliers)
-    want = (*q.shape[:3], v.shape[3])
-    if g.shape != want:
-        raise ShapeError(f"attention_vjp: g has shape {g.shape} but the result has shape {want}; "
-                         f"g is the gradient in that result")  # fmt: skip
+    _check_gradient(g, q, v)
     inputs, out = [o.array for o in (g, q, k, v)], outputs("attention_vjp", out, ("dq", "dk", "dv"))
     made = [output("attention_vjp", given, o.shape, o.array.dtype, framework, inputs)
             for given, o in zip(out, (q, k, v), strict=True)]  # fmt: skip
@@ -232,7 +243,14 @@ def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="n
     return tuple(returned for _, returned in made)
 
 
-def _result(op: str, dtype: Any, *operands: Operand) -> np.dtype:
+def _check_gradient(g: Operand, q: Operand, v: Operand) -> None:
+    want = (*q.shape[:3], v.shape[3])
+    if g.shape != want:
+        raise ShapeError(f"attention_vjp: g has shape {g.shape} but the result has shape {want}; "
+                         f"g is the gradient in that result")  # fmt: skip
+
+
+def _result(op: str, dtype: Any, *operands: Operand | DeviceArray) -> np.dtype:
     """dtype of the result: the one asked for, or that of the operands."""
     result = common_dtype(*operands) if dtype is None else np_dtype(dtype, f"{op}: dtype")
     if str(result) not in FLOATS:

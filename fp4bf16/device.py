@@ -189,6 +189,15 @@ def from_host(array: np.ndarray, like: DeviceArray, name: str = "array") -> Devi
     return framework.wrap(framework.from_host(array, like), name)
 
 
+def write(target: DeviceArray, array: np.ndarray) -> None:
+    """Copy a NumPy array into `target`, of its shape and C-contiguous, on the framework's current stream."""
+    array = np.ascontiguousarray(array, target.dtype)
+    if array.shape != target.shape:
+        raise ShapeError(f"write: {target.name} has shape {target.shape} but the array has {array.shape}; "
+                         f"they must be equal")  # fmt: skip
+    _FRAMEWORKS[target.framework].write(target.owner, array)
+
+
 def to_host(x: Any) -> np.ndarray:
     """A NumPy copy of a device array (`DeviceArray` or the framework's own). Waits for the device."""
     x = operand(x, "x")

@@ -68,9 +68,9 @@ class DualWeight:
     patches; its twin keeps the four axes, blocked along C, one outer scale an output channel.
 
     Args:
-        w: (K, N) or (O, kh, kw, C), float array of NumPy or PyTorch, or (K, N) in device memory of PyTorch or
-            CuPy. A bfloat16 array *is* the master, not copied: change it in place (an optimizer step) and
-            call `refresh`. Others are rounded into a master of its own.
+        w: (K, N) or (O, kh, kw, C), float array of NumPy, PyTorch or CuPy. A bfloat16 array *is* the master,
+            not copied: change it in place (an optimizer step) and call `refresh`. Others are rounded into a
+            master of its own.
         rank: columns of `down`; 0 for no branch; at most min(K, N), larger is cut to that.
         format: FP4 format of the twin and of x in the product.
         outliers: how many rows of W stay in BF16, those of the largest norm, or their indices (columns of x
@@ -110,14 +110,11 @@ class DualWeight:
         self._outliers, self._norms = outliers, {}
         self._branch: dual_cuda.Branch | None = None
         if type(operand) is DeviceArray:
-            if len(self.shape) == 4:
-                raise ShapeError(f"DualWeight: w has shape {self.shape}, a convolution's, which is taken on "
-                                 f"the host alone; pass a NumPy array or a matrix (K, N)")  # fmt: skip
-            self.matrix_shape = self.shape
+            self.matrix_shape = dual_cuda.matrix_shape(self.shape)
             with device.on(operand):
                 new = w if operand.dtype == "bfloat16" else device.astype(operand, "bfloat16").owner
         else:
-            self.matrix_shape = self._matrix(operand.array).shape
+            self.matrix_shape = dual_cuda.matrix_shape(self.shape)
             same = operand.array.dtype == BFLOAT16
             new = w if same else unwrap(operand.array.astype(BFLOAT16), self.framework)
         self.rank = min(int(rank), *self.matrix_shape)
@@ -167,14 +164,16 @@ class DualWeight:
         elif factors:
             self._check_finite(master)
         if factors:
-            self.outlier_index = self._choose_outliers(master)
+            matrix = dual_cuda.matrix(master)
+            self.outlier_index = self._choose_outliers(matrix)
             if self._branch is None:
-                self._branch = dual_cuda.make_branch(master, self.rank, self.outlier_index)
+                padding = 8 if len(self.shape) == 4 else 1
+                self._branch = dual_cuda.make_branch(matrix, self.rank, self.outlier_index, padding)
                 self.down, self.up = (x.owner for x in dual_cuda.views(self._branch))
                 self.twin = dual_cuda.make_twin(master, self.format)
             else:
                 dual_cuda.set_index(self._branch, self.outlier_index)
-            dual_cuda.set_factors(self._branch, master)
+            dual_cuda.set_factors(self._branch, matrix)
         dual_cuda.set_twin(self.twin, self._branch, master)
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
@@ -274,7 +273,7 @@ class DualWeight:
     def master_values(self) -> np.ndarray:
         """The master as a float32 matrix (K, N) on the host."""
         if self._branch is not None:
-            return dual_cuda.host(self.master)
+            return self._matrix(dual_cuda.host(self.master))
         return self._matrix(float_operand(self.master, "master").array).astype(np.float32)
 
     def norms(self, track: str = "dual") -> WeightNorms:

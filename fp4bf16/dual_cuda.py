@@ -6,6 +6,7 @@ and has none: W - D U is a BF16 product with the master as its residual, quantis
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ class Branch:
     """BF16 factors of the branch, the outlier rows as further ranks.
 
     Attributes:
-        down_t: (rank, K rounded up to 8), None for rank 0. up_t: (N, rank + outliers rounded up to 8), the
+        down_t: (rank, K rounded up to 8), None for rank 0; of a convolution the ranks are rounded up to 8,
+            too, because they are channels there. up_t: (N, rank + outliers rounded up to 8), the
             outlier rows of the master in its last columns. Padding is zero.
         index: int64 (outliers,), index32 the same as int32, or None. k: length of a row of `down_t` in use.
     """
@@ -63,10 +65,23 @@ class Branch:
         return fields
 
 
-def make_branch(master: DeviceArray, rank: int, index: np.ndarray) -> Branch:
-    """Memory for a branch of `rank` with the outlier rows `index`."""
-    k, n = master.shape
-    down_t = device.full((rank, round_up(k, 8)), 0, "bfloat16", like=master).owner if rank else None
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(K, N) of a weight (K, N) or (O, kh, kw, C)."""
+    return shape if len(shape) == 2 else (math.prod(shape[1:]), shape[0])
+
+
+def matrix(master: DeviceArray) -> DeviceArray:
+    """The master as (K, N): a view, or a copy where a convolution's weight has gaps or another order."""
+    if master.ndim == 2:
+        return master
+    k, n = matrix_shape(master.shape)
+    return device.permute(device.contiguous(cuda_math.reshaped(master, (n, k))), (1, 0))
+
+
+def make_branch(master: DeviceArray, rank: int, index: np.ndarray, padding: int) -> Branch:
+    """Memory for a branch of `rank`, rounded up to `padding`, with the outlier rows `index`."""
+    (k, n), ranks = master.shape, round_up(rank, padding)
+    down_t = device.full((ranks, round_up(k, 8)), 0, "bfloat16", like=master).owner if rank else None
     up_t = device.full((n, max(8, round_up(rank + index.size, 8))), 0, "bfloat16", like=master)
     return rebuilt((down_t, up_t.owner), rank, index, k)
 
@@ -97,20 +112,24 @@ def views(branch: Branch) -> tuple[DeviceArray, DeviceArray]:
     up = device.permute(cuda_math.part(branch.up_t, slice(None), slice(0, branch.rank)), (1, 0))
     if branch.rank == 0:
         return device.empty((branch.k, 0), "bfloat16", like=branch.up_t), up
-    return device.permute(cuda_math.part(branch.down_t, slice(None), slice(0, branch.k)), (1, 0)), up
+    used = cuda_math.part(branch.down_t, slice(0, branch.rank), slice(0, branch.k))
+    return device.permute(used, (1, 0)), up
 
 
 def make_twin(master: DeviceArray, fmt: Format) -> QuantizedArray:
-    """Memory for a twin blocked along K: packed bytes, scales, and the expanded bytes where the format has
-    them."""
-    k, n = master.shape
+    """Memory for a twin blocked along K, a convolution's along C: packed bytes, scales, and the expanded
+    bytes where the format has them."""
+    conv = master.ndim == 4
+    lead, k = (master.shape[:3], master.shape[3]) if conv else (master.shape[1:], master.shape[0])
     kp = round_up(k, fmt.multiple)
     new = lambda shape, dtype: device.empty(shape, dtype, like=master).owner  # noqa: E731
-    packed = new((n, kp // 2 if fmt.block else kp), "uint8")
-    block = new((n, kp // fmt.block), "uint8") if fmt.block else None
-    groups = {"row": (n, 1), "tensor": (1, 1), None: None}[fmt.default_outer]
+    packed = new((*lead, kp // 2 if fmt.block else kp), "uint8")
+    block = new((*lead, kp // fmt.block), "uint8") if fmt.block else None
+    ones = (1,) * len(lead)
+    groups = {"row": (lead[0], *ones), "tensor": (1, *ones), None: None}[fmt.default_outer]
     outer = None if groups is None else new(groups, "float32")
-    twin = QuantizedArray(packed, block, outer, fmt, (k, n), (1, 0))
+    order = (0, 1, 2, 3) if conv else (1, 0)
+    twin = QuantizedArray(packed, block, outer, fmt, master.shape, order)
     if fmt.name in EXPANDING:
         twin._expanded = packed if fmt.name == "fp8" and k % 16 == 0 else _expanded(twin, master)
     return twin
@@ -118,8 +137,8 @@ def make_twin(master: DeviceArray, fmt: Format) -> QuantizedArray:
 
 def _expanded(twin: QuantizedArray, like: DeviceArray) -> Any:
     """Memory for the expanded bytes, rows padded for TMA."""
-    rows = device.full((twin.rows, round_up(twin.k, 16)), 0, "uint8", like=like)
-    return cuda_math.part(rows, slice(None), slice(0, twin.k_padded)).owner
+    rows = device.full((*twin.lead, round_up(twin.k, 16)), 0, "uint8", like=like)
+    return cuda_math.part(rows, ..., slice(0, twin.k_padded)).owner
 
 
 def set_factors(branch: Branch, master: DeviceArray) -> None:
@@ -143,18 +162,31 @@ def set_twin(twin: QuantizedArray, branch: Branch, master: DeviceArray) -> None:
             rows = device.permute(cuda_math.part(master, branch.index), (1, 0))
             columns = slice(branch.rank, branch.rank + branch.outliers)
             device.assign(cuda_math.part(branch.up_t, slice(None), columns), rows)
-        residual = _residual(branch, master, stream)
+        if twin.ndim == 4:
+            residual = _convolution_residual(branch, master, stream)
+        else:
+            residual = _residual(branch, master, stream)
         parts = {name: getattr(twin, name) for name in ("packed", "block_scale", "outer_scale")}
         fields = {name: device.operand(p, name).address for name, p in parts.items() if p is not None}
         if twin.format.name in EXPANDING and twin._expanded is not twin.packed:
             twin._expanded = _expanded(twin, master) if twin._expanded is None else twin._expanded
             expanded = device.operand(twin._expanded, "expanded")
             fields |= {"expanded": expanded.address, "expanded_stride": _row_stride(expanded)}
+        if twin.ndim == 4 and twin.format.default_outer == "row":  # one outer scale an output channel
+            fields |= {"mid": twin.shape[1] * twin.shape[2], "inner": 1}
         kernels.quantize(residual, twin.format, "full", stream, **fields)
 
 
 def _row_stride(x: DeviceArray) -> int:
-    return x.strides[0] if x.shape[0] > 1 else round_up(x.shape[1], 16)
+    return x.strides[-2] if x.shape[-2] > 1 else round_up(x.shape[-1], 16)
+
+
+def _convolution_residual(branch: Branch, master: DeviceArray, stream: int) -> Matrices:
+    """W - D U of a convolution as matrices of taps, along C."""
+    if branch.rank == 0:
+        return kernels.left(device.contiguous(master))
+    left = _residual(branch, matrix(master), stream)  # (O, K) in memory
+    return kernels.left(cuda_math.reshaped(left.array, master.shape))
 
 
 def _residual(branch: Branch, master: DeviceArray, stream: int) -> Matrices:

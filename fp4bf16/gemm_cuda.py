@@ -47,7 +47,7 @@ def _part(q: QuantizedArray, name: str) -> DeviceArray | None:
     return None if part is None else contiguous(device.operand(part, name))
 
 
-def _outer(q: QuantizedArray) -> DeviceArray | None:
+def outer_of(q: QuantizedArray) -> DeviceArray | None:
     """The outer scale where it lies; float32, as the kernels read it."""
     if q.outer_scale is None:
         return None
@@ -107,10 +107,10 @@ def _outer_steps(q: QuantizedArray, outer: DeviceArray) -> tuple[int, ...]:
     return tuple(outer.strides[p] if outer.shape[p] > 1 else 0 for p in q.order)
 
 
-def _decoded(q: QuantizedArray, dtype: str, scaled: bool, stream: int) -> tuple[DeviceArray, tuple[int, ...]]:
+def decoded_rows(q: QuantizedArray, dtype: str, scaled: bool, stream: int):
     """(decoded rows of q, strides of the stored axes); with the outer scale if `scaled`."""
     packed, block = _part(q, "packed"), _part(q, "block_scale")
-    outer = _outer(q) if scaled else None
+    outer = outer_of(q) if scaled else None
     outer = None if outer is None else contiguous(outer)
     mid, inner = 1, max(1, q.rows)
     if outer is not None:
@@ -131,17 +131,17 @@ def _decoded(q: QuantizedArray, dtype: str, scaled: bool, stream: int) -> tuple[
 
 def _prepared(q: QuantizedArray, right: bool, exact: bool, stream: int) -> Matrices:
     """A quantised operand of the FP4 track: E4M3 bytes if `exact`, else BF16, outer scales apart."""
-    outer = _outer(q)
+    outer = outer_of(q)
     if exact:
         array = expanded(q)
         return _logical(q, array, array.strides, kernels.round_up(q.k, 16), outer, right)
-    array, strides = _decoded(q, "bfloat16", False, stream)
+    array, strides = decoded_rows(q, "bfloat16", False, stream)
     return _logical(q, array, strides, q.k, outer, right)
 
 
 def dense(q: QuantizedArray, right: bool, stream: int) -> Matrices:
     """A quantised operand decoded to BF16 with its outer scale, blocked along any axis."""
-    array, strides = _decoded(q, "bfloat16", True, stream)
+    array, strides = decoded_rows(q, "bfloat16", True, stream)
     if q.ndim == 1:
         return _logical(q, array, strides, q.k, None, right)
     steps = [strides[p] for p in q.order]
@@ -157,10 +157,10 @@ def bf16_side(arg: Arg, right: bool, stream: int) -> Matrices:
 
 def decoded_side(q: QuantizedArray, right: bool, stream: int) -> Matrices:
     """A quantised operand decoded to BF16; one outer scale for all of it stays apart, as `scale`."""
-    outer = _outer(q)
+    outer = outer_of(q)
     if outer is None or outer.size != 1 or q.format.name != "nvfp4":
         return dense(q, right, stream)
-    array, strides = _decoded(q, "bfloat16", False, stream)
+    array, strides = decoded_rows(q, "bfloat16", False, stream)
     return _logical(q, array, strides, q.k, outer, right)
 
 
@@ -373,7 +373,7 @@ def exact(arg: Arg, dtype: str, stream: int) -> DeviceArray:
     if arg.array is not None:
         return device.astype(arg.array, dtype)
     q = arg.value
-    rows, _ = _decoded(q, "float32", True, stream)
+    rows, _ = decoded_rows(q, "float32", True, stream)
     stored = cuda_math.reshaped(cuda_math.part(rows, slice(None), slice(0, q.k)), q.stored_shape)
     return device.astype(device.permute(stored, q.order), dtype)
 

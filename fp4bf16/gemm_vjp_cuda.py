@@ -62,6 +62,21 @@ def _unbroadcast(x: DeviceArray, shape: tuple[int, ...]) -> DeviceArray:
     return cuda_math.total(x, stretched, keepdims=True) if stretched else x
 
 
+def device_outputs(op: str, out: Any, names: tuple[str, ...]) -> tuple:
+    """`out` of a call with several results, one array or None for each of `names`."""
+    if out is None:
+        return (None,) * len(names)
+    if not isinstance(out, tuple | list) or len(out) != len(names):
+        return outputs(op, out, names)  # which says so
+    given = [(n, x) for n, x in zip(names, out, strict=True) if x is not None]
+    arrays = [(n, device.operand(x, f"out: {n}")) for n, x in given]
+    for i, (name, array) in enumerate(arrays):
+        for other, memory in arrays[:i]:
+            if device.overlap(array, memory):
+                raise ValueError(f"{op}: out: {other} and {name} overlap in memory; pass arrays that do not")
+    return tuple(out)
+
+
 class DeviceBackward(Backward):
     """`Backward` of device arrays; inside `ordered` the stream is the framework's current one."""
 
@@ -70,19 +85,7 @@ class DeviceBackward(Backward):
         self.stream_arg = stream
 
     def outputs(self, out: Any, names: tuple[str, ...]) -> tuple:
-        """`out` of a call with several results, one array or None for each of `names`."""
-        if out is None:
-            return (None,) * len(names)
-        if not isinstance(out, tuple | list) or len(out) != len(names):
-            return outputs(self.op, out, names)  # which says so
-        given = [(n, x) for n, x in zip(names, out, strict=True) if x is not None]
-        arrays = [(n, device.operand(x, f"out: {n}")) for n, x in given]
-        for i, (name, array) in enumerate(arrays):
-            for other, memory in arrays[:i]:
-                if device.overlap(array, memory):
-                    raise ValueError(f"{self.op}: out: {other} and {name} overlap in memory; pass arrays "
-                                     f"that do not")  # fmt: skip
-        return tuple(out)
+        return device_outputs(self.op, out, names)
 
     def ordered(self):
         return device.ordered(self.op, self.stream_arg, [self.g.place, self.a.place, self.b.place])

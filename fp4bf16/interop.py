@@ -190,7 +190,7 @@ def common_dtype(*operands: Operand) -> np.dtype:
     """dtype of a result: float64 > float32 > (bfloat16 with float16 -> float32) > the one that all share."""
     names = {o.dtype for o in operands}
     if len(names) == 1:
-        return operands[0].array.dtype
+        return np_dtype(operands[0].dtype)
     return np.dtype("float64" if "float64" in names else "float32")
 
 

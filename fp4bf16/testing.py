@@ -253,7 +253,7 @@ def _conv2d(arrays, track, format, options):
     used = ref.operands(*map(_values, arrays), track, format)
     want = ref.epilogue(ref.conv2d(*used, **geometry), **_float64(extra))
     scale = _term_scale(lambda x, w: ref.conv2d(x, w, **geometry), *used)
-    return _relative([("y", got, want, scale)], None, track)
+    return _relative([("y", got, want, scale)], None, track, **_summed(options))
 
 
 def _attention(arrays, track, format, options):
@@ -288,12 +288,14 @@ def _linear_vjp(arrays, track, format, options):
 
 
 def _conv2d_vjp(arrays, track, format, options):
+    """On the GPU decoded operands are BF16 numbers, to which outer scales of "nvfp4" and "fp8" round them."""
     from .conv import conv2d_vjp
     from .python_ref import conv as ref
 
     got = conv2d_vjp(*arrays, track=track, format=format, **options)
     want = ref.conv2d_vjp_track(*map(_values, arrays), track=track, fmt=format, **options)
-    return _gradients(("dx", "dw", "db"), got, want, None, track)
+    rounded = device.is_device(got[0]) and track == "fp4" and format in ("nvfp4", "fp8")
+    return _gradients(("dx", "dw", "db"), got, want, ROUNDING["bfloat16"] if rounded else None, track)
 
 
 def _attention_vjp(arrays, track, format, options):

@@ -16,6 +16,7 @@ import importlib.util
 import math
 from collections import Counter
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +40,9 @@ RULES = (
 )  # fmt: skip
 POISON = 0xA5
 #: Modules beside this one whose ``define(library)`` adds the emulation of a kernel family.
-EXTENSIONS = ("host_conv", "host_norm", "host_attention", "host_elementwise", "host_diffusion", "host_optimizer")
+EXTENSIONS = (
+    "host_conv", "host_norm", "host_attention", "host_elementwise", "host_diffusion", "host_optimizer",
+)  # fmt: skip
 
 
 # ---- memory
@@ -68,15 +71,22 @@ def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 # ---- the library
+@cache
+def _declarations():
+    """The header's, parsed once: it takes half a second."""
+    import cffi
+
+    text = HEADER.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
+    ffi = cffi.FFI()
+    ffi.cdef(text.replace("FP4BF16_API ", ""))
+    return ffi
+
+
 class HostCuda(cuda.Library):
     """`calls` counts the launches by name, `streams` are the handles that they were given."""
 
     def __init__(self):
-        import cffi
-
-        text = HEADER.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
-        self.ffi = cffi.FFI()
-        self.ffi.cdef(text.replace("FP4BF16_API ", ""))
+        self.ffi = _declarations()
         self.path, self.calls, self.streams = HEADER, Counter(), []
         self._error = self.ffi.new("char[]", 512)
         self.lib = SimpleNamespace(fp4bf16_last_error=lambda: self._error)

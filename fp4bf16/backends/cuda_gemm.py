@@ -152,19 +152,19 @@ def copied(x: Matrices, dtype: str, stream: int) -> Matrices:
     width = round_up(inner, 8)
     new = empty((*x.lead, outer, width), dtype, like=x.array)
     if new.size:
-        _convert(x.array, x.array.address, x.lead, x.steps, outer, inner, *strides, new, new.address, stream)
+        convert(x.array, x.array.address, x.lead, x.steps, outer, inner, *strides, new, new.address, stream)
     steps = tuple(math.prod(x.lead[i + 1 :]) * outer * width for i in range(len(x.lead)))
     inner_strides = (1, width) if turned else (width, 1)
     return replace(x, array=new, steps=steps, row_stride=inner_strides[0], k_stride=inner_strides[1])
 
 
-def _convert(x, address, lead, steps, rows, k, row_stride, k_stride, out, to, stream) -> None:
+def convert(x, address, lead, steps, rows, k, row_stride, k_stride, out, to, stream) -> None:
     """out (\\*lead, rows, k rounded up to 8) = x, one launch where the steps over `lead` are uniform."""
     step = uniform(lead, steps)
     if step is None:
         size = math.prod(lead[1:]) * rows * out.shape[-1] * out.itemsize
         for i in range(lead[0]):
-            _convert(x, address + i * steps[0] * x.itemsize, lead[1:], steps[1:], rows, k, row_stride,
+            convert(x, address + i * steps[0] * x.itemsize, lead[1:], steps[1:], rows, k, row_stride,
                      k_stride, out, to + i * size, stream)  # fmt: skip
         return
     call("convert", address, DTYPES[x.dtype], math.prod(lead), rows, k, step, row_stride, k_stride,
@@ -177,23 +177,29 @@ _LETTERS = {"int64_t": "q", "int32_t": "i", "uint32_t": "I", "uint64_t": "Q", "f
 
 class Struct:
     """A C struct filled by field names in one go: cffi's assignment, field by field, costs several times as
-    much as the kernel's launch."""
+    much as the kernel's launch. Array fields take a tuple."""
 
     def __init__(self, ffi: Any, name: str):
         self.ffi, self.kind = ffi, ffi.typeof(f"{name}*")
         fields = self.kind.item.fields
         self.offset = {field: f.offset for field, f in fields}
-        letters = []
-        for _, f in fields:
-            kind = f.type.kind
-            letters.append({"pointer": "P", "enum": "I"}.get(kind) or _LETTERS[f.type.cname])
-        self.zero = dict.fromkeys((field for field, _ in fields), 0)
+        letters, self.zero, self.arrays = [], {}, False
+        for field, f in fields:
+            kind, count = f.type, 1
+            if kind.kind == "array":
+                kind, count, self.arrays = kind.item, kind.length, True
+            letter = {"pointer": "P", "enum": "I"}.get(kind.kind) or _LETTERS[kind.cname]
+            letters.append(letter * count)
+            self.zero[field] = (0,) * count if f.type.kind == "array" else 0
         self.packer = struct.Struct("@" + "".join(letters))
 
     def fill(self, values: dict[str, Any]) -> Any:
         """A new struct with these fields, the others zero."""
         args = self.ffi.new(self.kind)
-        self.ffi.buffer(args)[0 : self.packer.size] = self.packer.pack(*(self.zero | values).values())
+        found = (self.zero | values).values()
+        if self.arrays:
+            found = [v for value in found for v in (value if type(value) is tuple else (value,))]
+        self.ffi.buffer(args)[0 : self.packer.size] = self.packer.pack(*found)
         return args
 
 

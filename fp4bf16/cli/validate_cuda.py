@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .validate import Case
 
 #: What runs on the GPU so far.
-OPS = ("quantize", "dequantize", "matmul", "linear", "dual", "certify")
+OPS = ("quantize", "dequantize", "matmul", "linear", "dual", "conv2d", "conv2d_vjp", "certify")
 
 
 def _torch(array: np.ndarray) -> Any:
@@ -61,7 +61,7 @@ def backends() -> tuple[list[str], list[str]]:
 
 def options(case: Case) -> list[dict[str, Any]]:
     """Variants that only the GPU has, as further options of `case`."""
-    if case.op in ("matmul", "linear") and case.track == "fp4" and case.format == "nvfp4_exact":
+    if case.op in ("matmul", "linear", "conv2d") and case.track == "fp4" and case.format == "nvfp4_exact":
         return [{"accumulate": "fast"}]
     return []
 

@@ -5,7 +5,7 @@ step).
 from .ema import EMA
 from .losses import picture_errors, squared_error
 from .noise import integers, normal, permutation, subseed, uniform
-from .samplers import SAMPLERS, ancestral, ddim, generate
+from .samplers import SAMPLERS, ancestral, coefficients, ddim, generate
 from .schedules import PREDICTIONS, SCHEDULES, Schedule, check_prediction, cosine, get_schedule, linear
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Schedule",
     "ancestral",
     "check_prediction",
+    "coefficients",
     "cosine",
     "ddim",
     "generate",

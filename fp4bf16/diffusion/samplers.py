@@ -100,6 +100,35 @@ def ancestral(
     return x
 
 
+def coefficients(
+    sampler: str, schedule: Schedule, steps: int, *, clip: float | None = 1.0, spacing: str = "trailing"
+) -> tuple[np.ndarray, np.ndarray]:
+    """(timesteps (steps,), float32 (steps, 8)) of `ddim` with eta 0 or of `ancestral`, for a kernel that
+    makes one step: sqrt(alpha_bar), sqrt(1 - alpha_bar), a, b, c, d, clip (0: none), 0, where
+    x' = a x0 + b eps + c x + d z with the clipped x0 and the eps that belongs to it.
+
+    >>> from fp4bf16.diffusion import cosine
+    >>> t, table = coefficients("ddim", cosine(100), 2)
+    >>> t.tolist(), table[-1, 2:6].tolist()
+    ([99, 49], [1.0, 0.0, 0.0, 0.0])
+    """
+    if sampler not in SAMPLERS:
+        raise ConfigError(f"coefficients: sampler {sampler!r} is not known{nearest(sampler, SAMPLERS)}")
+    timesteps = schedule.timesteps(steps, spacing)
+    table = np.zeros((steps, 8))
+    for row, t, previous in zip(table, timesteps, [*timesteps[1:], -1], strict=True):
+        here, there = schedule.alpha_bar[t], 1.0 if previous < 0 else schedule.alpha_bar[previous]
+        row[:2], row[6] = (np.sqrt(here), np.sqrt(1 - here)), clip or 0.0
+        if sampler == "ddim":
+            row[2:4] = np.sqrt(there), np.sqrt(1 - there)
+            continue
+        beta = 1 - here / there
+        row[2] = np.sqrt(there) * beta / (1 - here)
+        row[4] = np.sqrt(1 - beta) * (1 - there) / (1 - here)
+        row[5] = np.sqrt(beta * (1 - there) / (1 - here)) if previous >= 0 else 0.0
+    return timesteps, table.astype(np.float32)
+
+
 SAMPLERS = {"ddim": ddim, "ancestral": ancestral}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import device
 from ..errors import ShapeError
 from ..gemm import DualWeight
 from ..quantize import quantize
@@ -184,8 +185,13 @@ class Module:
         """Run with the weights in `flat` (a 1-D array laid out as ``self.flat.data``), then with the former
         ones.
 
-        For averaged weights and for the reference model of DPO. Nothing is copied.
+        For averaged weights and for the reference model of DPO. Nothing is copied. On the GPU `flat` is
+        another `DeviceParameters`.
         """
+        if self.on_device:
+            with self._using_device(flat):
+                yield
+            return
         before = self.flat.data
         if flat.shape != before.shape:
             raise ShapeError(
@@ -197,8 +203,36 @@ class Module:
         finally:
             self.flat.bind(before)
 
+    @contextmanager
+    def _using_device(self, weights: Any) -> Iterator[None]:
+        if type(weights) is not type(self.flat) or weights.layout is not self.flat.layout:
+            raise TypeError(
+                f"using: flat is a {type(weights).__name__}, but the module is on the GPU; pass weights made "
+                "with module.flat.clone()"
+            )
+        before = self.__dict__.get("_bound")
+        self._bound = weights
+        try:
+            yield
+        finally:
+            self._bound = before
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the parameters are on a GPU (`UNet2D.cuda`)."""
+        return not isinstance(self.flat, FlatParameters)
+
+    @property
+    def weights(self) -> Any:
+        """The weights that the module runs with: `flat`, or those of ``using(...)`` on the GPU."""
+        return self.__dict__.get("_bound") or self.flat
+
     def zero_grad(self) -> None:
         """Set every gradient to zero."""
+        if self.on_device:
+            zero = device.full((1,), 0, "float32", self.flat.grad)
+            device.assign(self.flat.grad, device.broadcast(zero, self.flat.grad.shape))
+            return
         self.flat.zero_grad()
 
     def to(self, dtype: Any) -> Module:
@@ -216,8 +250,10 @@ class Module:
 
     def state_dict(self, flat: Any = None) -> dict[str, Any]:
         """Copies of the parameters by name (of the weights in `flat` if given), in our layouts (O, kh, kw,
-        I).
+        I). NumPy, wherever the parameters are.
         """
+        if self.on_device:
+            return self.flat.to_host() if flat is None else self.flat.state(flat)
         views = self.flat.views(self.flat.data if flat is None else flat)
         return {name: view.copy() for name, view in views.items()}
 
@@ -227,6 +263,9 @@ class Module:
         Raises `ShapeError` with the missing, the unexpected and the mis-shaped names (both shapes) in one
         sentence.
         """
+        if self.on_device:
+            self.flat.from_host(state)
+            return
         views = self.flat.named
         wrong = [
             f"{k} has shape {tuple(state[k].shape)} instead of {p.shape}"

@@ -55,14 +55,23 @@ class Op:
     fused: ``(g, arrays, saved, needs, **attrs) -> gradients`` on arrays, or None to run `vjp` unrecorded.
     keep: whether the input arrays are needed on the way back (False frees them early; `inputs` is then None
     and attributes carry the shapes).
+    direct: `fused` adds to the gradients of the leaves itself and uses up what was saved; `backward` alone
+    can run it, once.
     """
 
-    __slots__ = ("name", "forward", "vjp", "fused", "keep")
+    __slots__ = ("name", "forward", "vjp", "fused", "keep", "direct")
 
     def __init__(
-        self, name: str, forward: Callable, vjp: Callable, fused: Callable | None = None, keep: bool = True
+        self,
+        name: str,
+        forward: Callable,
+        vjp: Callable,
+        fused: Callable | None = None,
+        keep: bool = True,
+        direct: bool = False,
     ):
         self.name, self.forward, self.vjp, self.fused, self.keep = name, forward, vjp, fused, keep
+        self.direct = direct
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -247,15 +256,16 @@ class _Sums:
 
 
 def _start(loss: Variable, g: Any, taped: bool) -> Any:
-    xp = namespace(loss.data)
     if g is None:
         if loss.data.size != 1:
             raise ShapeError(
                 f"backward: the loss has shape {loss.shape}, but only a loss of one element needs no g; "
                 "pass g of the loss's shape or reduce it with .mean() or .sum()"
             )
-        g = xp.ones(loss.shape, loss.dtype)
-    data = g.data if isinstance(g, Variable) else xp.asarray(g, dtype=loss.dtype)
+        g = namespace(loss.data).ones(loss.shape, loss.dtype)
+    data = g.data if isinstance(g, Variable) else g
+    if type(data) is not type(loss.data) or data.dtype != loss.dtype:
+        data = namespace(loss.data).asarray(data, dtype=loss.dtype)
     if data.shape != loss.shape:
         raise ShapeError(
             f"backward: g has shape {data.shape} but the loss has shape {loss.shape}; they must be equal"
@@ -290,6 +300,11 @@ def _walk(loss: Variable, g: Any, targets: set | None, create_graph: bool, retai
             if g_node is None or (wanted is not None and node not in wanted):
                 continue
             edges = node.edges
+            if node.op.direct and (wanted is not None or create_graph or retain):
+                raise RuntimeError(
+                    f"grad: {node.op.name!r} ran on the GPU, where gradients reach the parameters by "
+                    f"loss.backward() alone, once a forward; call that, or keep the network on the CPU"
+                )
             if wanted is None:
                 needs = [e is not None for e in edges]
             else:

@@ -313,35 +313,46 @@ class UNet2D(Module):
         times = np.broadcast_to(times.reshape(-1), (batch,))
         emb = timestep_embedding(times, c.block_out_channels[0], c.flip_sin_to_cos, c.freq_shift)
         emb = self.time_embedding(namespace(self.conv_in.weight.data).asarray(emb, dtype=dtype))
-        for name, given, wanted in (
-            ("class_labels", class_labels, c.num_class_embeds),
-            ("captions", captions, c.caption_vocabulary),
+        for layer, given in self._conditions(batch, class_labels, captions):
+            emb = F.add(emb, layer(given))
+        return F.silu(emb)
+
+    def _conditions(self, batch: int, class_labels: Any, captions: Any) -> list[tuple[Module, Any]]:
+        """(layer, its input) of the conditions, after checking that they are those that the model takes."""
+        c, found = self.config, []
+        for name, given, argument in (
+            ("class_labels", class_labels, "num_class_embeds"),
+            ("captions", captions, "caption_vocabulary"),
         ):
+            wanted = getattr(c, argument)
             if given is None and wanted is None:
                 continue
             if given is None or wanted is None:
-                argument = "num_class_embeds" if name == "class_labels" else "caption_vocabulary"
                 raise ConfigError(
                     f"UNet2D: {name} is {'missing' if given is None else 'given'}, but {argument} "
                     f"is {wanted}; "
                     + (f"pass {name}" if given is None else f"leave it out or set {argument}")
                 )
-            layer = self.class_embedding if name == "class_labels" else self.caption_embedding
-            if len(given) != batch:
+            rows = len(given) if isinstance(given, list | tuple) else given.shape[0]
+            if rows != batch:
                 raise ShapeError(
-                    f"UNet2D: {name} has {len(given)} rows but sample has {batch} pictures; they must agree"
+                    f"UNet2D: {name} has {rows} rows but sample has {batch} pictures; they must agree"
                 )
-            emb = F.add(emb, layer(given))
-        return F.silu(emb)
+            found.append((self.class_embedding if name == "class_labels" else self.caption_embedding, given))
+        return found
 
     def forward(
         self, sample: Any, timesteps: Any, class_labels: Any = None, captions: Any = None
     ) -> Variable:
         """sample (B, H, W, in_channels); timesteps: one number or (B,); class_labels (B,) integers;
         captions (B, caption_vocabulary), 1 where a word occurs, an all-zero row for no caption.
-        Returns (B, H, W, out_channels) in the parameters' dtype.
+        Returns (B, H, W, out_channels) in the parameters' dtype. On the GPU all arrays are on it, timesteps
+        and class_labels int64.
         """
-        c, sample = self.config, self._checked(sample)
+        self._check_shape(tuple(sample.shape))
+        if self.on_device:
+            return self._on_device(sample, timesteps, class_labels, captions)
+        c, sample = self.config, self._converted(sample)
         time = self.embed(sample.shape[0], timesteps, class_labels, captions)
         if c.center_input_sample:
             sample = sample * 2.0 - 1.0
@@ -355,18 +366,60 @@ class UNet2D(Module):
             x = block(x, time, skips)
         return self.conv_out(self.conv_norm_out(x, silu=True))
 
-    def _checked(self, sample: Any) -> Any:
+    def _on_device(self, sample: Any, timesteps: Any, class_labels: Any, captions: Any) -> Variable:
+        from .cuda import unet as device_unet
+
+        self._conditions(sample.shape[0], class_labels, captions)
+        return device_unet.call(self, self._network, sample, timesteps, class_labels, captions)
+
+    def cuda(self, like: Any, save: str = "packed", backward: str = "twin") -> UNet2D:
+        """Move the parameters to the GPU of `like`, an array there or the module ``cupy``; returns the model.
+
+        From then on the model takes and gives that framework's arrays, `flat` is a `DeviceParameters`, and
+        ``output.backward(g)`` adds to ``flat.grad``. Layers run on the tracks "fp4" and "bf16".
+
+        save: how the inputs of FP4 products are kept for the backward: "packed" FP4, "bf16" of the same
+        numbers, or "recompute"; the gradients are the same. backward: the weight in dX = g W of FP4 layers,
+        the decoded "twin" or the "master".
+        """
+        from .cuda import unet as device_unet
+
+        if self.on_device:
+            raise ConfigError("UNet2D.cuda: the model is on the GPU already; call cpu() first")
+        self._network = device_unet.move(self, like, save, backward)
+        return self
+
+    def cpu(self) -> UNet2D:
+        """Bring the parameters back to the host; waits for the GPU."""
+        from .cuda import unet as device_unet
+
+        if self.on_device:
+            device_unet.bring_back(self)
+            self._network = None
+        return self
+
+    def inventory(self) -> dict[str, int]:
+        """Bytes on the GPU by kind: weights, gradients, and what the last recorded forward kept for its
+        backward.
+        """
+        from .cuda import unet as device_unet
+
+        if not self.on_device:
+            raise ConfigError("UNet2D.inventory: the model is on the CPU; call cuda(like) first")
+        return device_unet.inventory(self._network, self.flat)
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
         c = self.config
         halvings = 2 ** (len(c.block_out_channels) - 1)
-        if sample.ndim != 4 or sample.shape[3] != c.in_channels:
+        if len(shape) != 4 or shape[3] != c.in_channels:
+            raise ShapeError(f"UNet2D: sample has shape {shape}, but (B, H, W, {c.in_channels}) is needed")
+        if shape[1] % halvings or shape[2] % halvings:
             raise ShapeError(
-                f"UNet2D: sample has shape {sample.shape}, but (B, H, W, {c.in_channels}) is needed"
-            )
-        if sample.shape[1] % halvings or sample.shape[2] % halvings:
-            raise ShapeError(
-                f"UNet2D: sample is {sample.shape[1]} x {sample.shape[2]} pixels, but the "
+                f"UNet2D: sample is {shape[1]} x {shape[2]} pixels, but the "
                 f"{len(c.block_out_channels)} levels need multiples of {halvings}; pad or resize"
             )
+
+    def _converted(self, sample: Any) -> Any:
         if not isinstance(sample, Variable):
             sample = sample.astype(self.conv_in.weight.dtype, copy=False)
         return sample

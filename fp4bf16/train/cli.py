@@ -10,11 +10,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, ConfigError, NonFiniteError, RewardError, ShapeError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    CudaError,
+    LibraryError,
+    NonFiniteError,
+    RewardError,
+    ShapeError,
+    UnsupportedArchError,
+    nearest,
+)
 from .config import PRESETS, Config, check, from_dict, get_preset, override
 
+DEVICES = ("cpu", "cuda")
 #: What a user can cause; shown as one sentence, without a traceback.
-_USER = (CheckpointError, ConfigError, ImportError, NonFiniteError, RewardError, ShapeError, OSError)
+_USER = (
+    CheckpointError,
+    ConfigError,
+    CudaError,
+    ImportError,
+    LibraryError,
+    NonFiniteError,
+    RewardError,
+    ShapeError,
+    UnsupportedArchError,
+    OSError,
+)
 
 
 def add_parsers(subparsers: Any) -> None:
@@ -53,16 +75,31 @@ def add_parsers(subparsers: Any) -> None:
         metavar="KEY=VALUE",
         help="e.g. base.steps=500, may be given again; the keys are those that --dry-run prints",
     )
+    _add_device(train)
+    train.add_argument(
+        "--from",
+        dest="start",
+        metavar="WHAT",
+        help="begin with trained weights and skip the base training: base (those that ship for the preset), "
+        "a checkpoint, or the folder of a run (its base model)",
+    )
     train.set_defaults(function=train_command)
     sample = subparsers.add_parser(
         "sample", help="draw pictures from a run", description="Draws pictures from a run."
     )
-    sample.add_argument("--run", type=Path, required=True, metavar="DIR", help="folder of the run")
+    of = sample.add_mutually_exclusive_group(required=True)
+    of.add_argument("--run", type=Path, metavar="DIR", help="folder of the run")
+    of.add_argument(
+        "--from", dest="start", metavar="WHAT", help="base (weights that ship), a checkpoint, a run's folder"
+    )
+    sample.add_argument(
+        "--preset", default="emoji32", metavar="NAME", help="whose weights --from base are (default: emoji32)"
+    )
     sample.add_argument(
         "--caption",
-        required=True,
         metavar="TEXT",
-        help="what to draw, in words of the run's captions, such as 'angry face'",
+        help="what to draw, in words of the training captions, such as 'angry face' (default: one picture "
+        "each of captions from all over the list)",
     )
     sample.add_argument("--n", type=int, default=16, metavar="N", help="pictures (default: 16)")
     sample.add_argument(
@@ -82,7 +119,20 @@ def add_parsers(subparsers: Any) -> None:
     )
     sample.add_argument("--weights", default="aligned", metavar="W", help="aligned (default) or base")
     sample.add_argument("--out", type=Path, required=True, metavar="FILE", help="PNG file to write")
+    _add_device(sample)
     sample.set_defaults(function=sample_command)
+
+
+def _add_device(parser: Any) -> None:
+    parser.add_argument(
+        "--device", default="cpu", metavar="D", help="cpu (default), or cuda: a GPU, by the extra cuda (CuPy)"
+    )
+
+
+def _check_device(device: str) -> str:
+    if device not in DEVICES:
+        raise ConfigError(f"--device {device}: is not a device to compute on{nearest(device, DEVICES)}")
+    return device
 
 
 def _guarded(function):
@@ -127,8 +177,8 @@ def _read_route(path: Path) -> dict[str, str]:
     return route
 
 
-def plan(config: Config) -> str:
-    """What a run would do, in lines."""
+def plan(config: Config, start: Any = None) -> str:
+    """What a run would do, in lines. start: the weights that it begins with, if any."""
     from ..align.rollout import choose_prompts
     from .data import Vocabulary, load_pairs
     from .denoiser import Denoiser
@@ -137,6 +187,8 @@ def plan(config: Config) -> str:
     trained = pairs.select(role="policy", word=config.word or None)
     choose_prompts(trained.captions, config.align.prompts, 0, 0)  # says so where they are too few
     model = Denoiser(config, Vocabulary.of(trained.captions))
+    if start is not None:
+        start.check(config, model)
     b, j, a = config.base, config.judge, config.align
     cost = a.prompts * (a.seeds * a.explore_steps + a.keep * a.steps)
     return "\n".join(
@@ -145,7 +197,9 @@ def plan(config: Config) -> str:
             f"{config.size} pixels, "
             f"{len(model.vocabulary)} words",
             f"data      {len(trained)} captions in two styles for the base and the prompts",
-            f"base      {b.steps} steps of {b.batch} pictures",
+            f"base      {b.steps} steps of {b.batch} pictures"
+            if start is None
+            else f"base      is there: --from {start.source}",
             f"judges    2 x {j.steps} steps of {j.batch} pictures",
             f"align     {a.iterations} iterations: {a.prompts} prompts x {a.seeds} seeds x "
             f"{a.explore_steps} steps on "
@@ -168,10 +222,12 @@ def train_command(arguments: argparse.Namespace) -> int:
     from .extras import require
     from .progress import Progress, announce_compilation
     from .run import Stopped, train
+    from .weights import load_start
 
-    config = configuration(arguments)
+    config, device = configuration(arguments), _check_device(arguments.device)
+    start = None if arguments.start is None else load_start(arguments.start, config.preset)
     if arguments.dry_run:
-        print(json.dumps(config.to_dict(), indent=2) + "\n" + plan(config))
+        print(json.dumps(config.to_dict(), indent=2) + "\n" + plan(config, start))
         return 0
     for module, purpose in (("PIL.Image", "train"), ("safetensors.numpy", "train")):
         require(module, purpose)
@@ -180,7 +236,7 @@ def train_command(arguments: argparse.Namespace) -> int:
     announce_compilation(progress.say)
     again = "python -m fp4bf16 " + shlex.join(sys.argv[1:])
     try:
-        s = train(config, out, progress)
+        s = train(config, out, progress, device, start)
     except Stopped as stopped:
         progress.say(f"stopped and saved in {out}; go on with the same command: {again}")
         return 128 + stopped.args[0]
@@ -217,24 +273,45 @@ def load_model(folder: Path, weights: str = "aligned"):
     from .data import Vocabulary
     from .denoiser import Denoiser
     from .folder import RunFolder
-    from .run import restore_weights
 
     run = RunFolder(folder)
     config = check(from_dict(run.read_config()["config"]))
     arrays, meta = checkpoint.load_run(run.checkpoint_file)
     model = Denoiser(config, Vocabulary(tuple(meta["words"])))
-    if weights not in ("aligned", "base"):
-        raise ConfigError(f"--weights {weights}: is not known; use aligned or base")
     # Before the alignment the average of the weights is the model; afterwards it is what DPO started from.
-    restore_weights(model, arrays, "ema" if weights == "base" or meta["stage"] == "base" else "policy")
+    which = "ema" if weights == "base" or meta["stage"] == "base" else "policy"
+    model.unet.load_state_dict(checkpoint.take(arrays, which))
     return model
+
+
+def _model_to_sample(arguments: argparse.Namespace) -> Any:
+    """The `Denoiser` that `sample` is asked to draw from."""
+    from .weights import load_start
+
+    if arguments.weights not in ("aligned", "base"):
+        raise ConfigError(f"--weights {arguments.weights}: is not known; use aligned or base")
+    if arguments.run is not None:
+        return load_model(arguments.run, arguments.weights)
+    get_preset(arguments.preset)
+    return load_start(arguments.start, arguments.preset).model()
+
+
+def _captions(model: Any, n: int) -> list[str]:
+    """`n` captions that the model was trained on, from all over the list."""
+    from .data import load_pairs
+
+    known = load_pairs(model.config.size).select(role="policy", word=model.config.word or None).captions
+    step = max(1, len(known) / n)
+    return [known[int(i * step) % len(known)] for i in range(n)]
 
 
 @_guarded
 def sample_command(arguments: argparse.Namespace) -> int:
-    """Write one PNG with `n` pictures of a caption."""
+    """Write one PNG with `n` pictures, of one caption or of one each."""
+    from .engine import make_sampler
     from .pictures import grid, png, to_bytes
 
+    device = _check_device(arguments.device)
     if arguments.track not in ("bf16", "fp4"):
         raise ConfigError(f"--track {arguments.track}: is not a track to sample on; use bf16 or fp4")
     if not 1 <= arguments.n <= 10000 or not 0 <= arguments.seed < 2**63:
@@ -243,12 +320,16 @@ def sample_command(arguments: argparse.Namespace) -> int:
         )
     if arguments.out.is_dir():
         raise ConfigError(f"--out {arguments.out}: is a folder; name the PNG file to write")
-    model = load_model(arguments.run, arguments.weights)
-    seeds = [arguments.seed + i for i in range(arguments.n)]
+    model = _model_to_sample(arguments)
+    n, one = arguments.n, arguments.caption
+    captions = [one] * n if one is not None else _captions(model, n)
     steps = model.config.eval.steps if arguments.steps is None else arguments.steps
-    pictures = model.draw(seeds, [arguments.caption] * arguments.n, steps, arguments.track, strict=True)
-    columns = min(arguments.n, 8)
+    model.encode(captions, strict=True)
+    draw = make_sampler(device, model)
+    pictures = draw([arguments.seed + i for i in range(n)], captions, steps, arguments.track)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_bytes(png(grid(to_bytes(pictures), columns), scale=max(1, 128 // model.config.size)))
-    print(f"{arguments.n} pictures of {arguments.caption!r}: {arguments.out}")
+    sheet = grid(to_bytes(pictures), min(n, 8))
+    arguments.out.write_bytes(png(sheet, scale=max(1, 128 // model.config.size)))
+    named = [repr(one)] if one is not None else [*map(repr, captions[:8]), *["..."] * (n > 8)]
+    print(f"{n} pictures of {', '.join(named)}: {arguments.out}")
     return 0

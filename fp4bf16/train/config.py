@@ -132,10 +132,12 @@ PRESETS: dict[str, Config] = {
         preset="emoji32",
         size=32,
         word="",
-        model=ModelConfig(unshuffle=2, block_out_channels=(64, 128, 128), attention=(False, True, True)),
-        base=BaseConfig(steps=6000, batch=64, lr=1e-3, ema=0.999, checkpoint_every=500),
-        judge=JudgeConfig(steps=1200, batch=64, width=48),
-        align=AlignConfig(iterations=30, prompts=32),
+        model=ModelConfig(unshuffle=2, block_out_channels=(32, 64, 64), attention=(False, False, True)),
+        # The base is for a GPU; its weights ship (--from base), and what follows it takes minutes on a CPU.
+        base=BaseConfig(steps=60000, batch=1024, lr=2e-3, ema=0.9998, checkpoint_every=5000),
+        judge=JudgeConfig(steps=400, batch=32, width=24),
+        align=AlignConfig(iterations=12),
+        eval=EvalConfig(seeds=1),
     ),
     "ci": Config(
         preset="ci",

@@ -12,7 +12,7 @@ from ..align.guards import Guards
 from ..align.rollout import healthy
 from ..diffusion.noise import integers
 from .pictures import from_bytes, grid, png, to_bytes
-from .run import Run
+from .state import Run
 
 PROBE = 64  # pictures looked at after every iteration
 
@@ -46,7 +46,7 @@ def evaluate(run: Run, name: str) -> None:
     """Draw the evaluation pictures, score them, keep both under `name` ("base" or "aligned")."""
     captions, seeds = cases(run)
     run.progress.stage("evaluate", len(captions), 0, f"{len(captions)} pictures of the {name} model")
-    pictures = run.model.draw(seeds, captions, run.config.eval.steps, "bf16")
+    pictures = run.engine.draw(seeds, captions, run.config.eval.steps, "bf16")
     good = healthy(pictures)
     heldout = np.zeros(len(pictures))
     heldout[good] = run.judges["heldout"].probability(pictures[good])
@@ -65,7 +65,7 @@ def evaluate(run: Run, name: str) -> None:
 def probe(run: Run) -> dict[str, float]:
     """Judges and guards on a few pictures, always the same captions and noise."""
     captions, seeds = cases(run)
-    pictures = run.model.draw(seeds[:PROBE], captions[:PROBE], run.config.eval.steps, "bf16")
+    pictures = run.engine.draw(seeds[:PROBE], captions[:PROBE], run.config.eval.steps, "bf16")
     pictures = pictures[healthy(pictures)]
     if len(pictures) < 2:
         return {"heldout": float("nan"), "reward": float("nan")}

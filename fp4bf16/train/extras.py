@@ -1,4 +1,4 @@
-"""Packages of the extra ``train``, imported when they are needed, with a sentence where one is missing."""
+"""Packages of the extras, imported when they are needed, with a sentence where one is missing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import ModuleType
 _PACKAGE = {"PIL": "pillow"}
 
 
-def require(module: str, purpose: str) -> ModuleType:
-    """Import `module`, or raise `ImportError` with the command that installs it.
+def require(module: str, purpose: str, extra: str = "train") -> ModuleType:
+    """Import `module`, or raise `ImportError` with the command that installs it, with its extra.
 
     >>> require("json", "reading configurations").__name__
     'json'
@@ -20,7 +20,7 @@ def require(module: str, purpose: str) -> ModuleType:
         name = _PACKAGE.get(module.split(".")[0], module.split(".")[0])
         raise ImportError(
             f"{purpose} needs the package {name}, which is not installed; run: python -m pip install "
-            "'fp4bf16[train]'"
+            f"'fp4bf16[{extra}]'"
         ) from error
 
 

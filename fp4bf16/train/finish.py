@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import CheckpointError
 from .pictures import grid, png
 from .report import build_report
-from .run import Run, peak_rss_mb
+from .state import Run, peak_rss_mb
 
 GALLERY = 24  # pairs of pictures shown
 
@@ -143,13 +143,17 @@ def write_report(run: Run) -> None:
 def _facts(run: Run) -> list[str]:
     """What the run did, in two paragraphs."""
     config, a = run.config, run.config.align
+    learns = "learns" if run.start is None else f"begins with trained weights (--from {run.start.source}):"
+    where = "On a CPU the FP4 track is emulated: the numerics of FP4, not its speed."
+    if run.engine.device != "cpu":
+        gpu = run.engine.device.removeprefix("cuda: ")
+        where = f"The network ran on a GPU ({gpu}), the judges on the CPU."
     return [
         f"Preset {config.preset}, seed {config.seed}: a diffusion model of {config.size} x {config.size} "
-        f"pixels learns {len(run.train_pairs)} captions in the drawing styles of two emoji sets, Noto and "
+        f"pixels {learns} {len(run.train_pairs)} captions in the drawing styles of two emoji sets, Noto and "
         f"Twemoji, without being told which is which. Then it moves towards {config.winner.capitalize()} by "
         f"preferences that a judge gives to its own pictures.",
         f"In each of {a.iterations} iterations, {a.prompts} prompts x {a.seeds} seeds are explored in "
         f"{a.explore_steps} steps on the {a.explore_track.upper()} track; {a.keep} of {a.seeds} are made "
-        f"again in {a.steps} steps on the BF16 track, scored anew and paired for Diffusion-DPO. On a CPU the "
-        f"FP4 track is emulated: the numerics of FP4, not its speed.",
+        f"again in {a.steps} steps on the BF16 track, scored anew and paired for Diffusion-DPO. {where}",
     ]

@@ -50,8 +50,12 @@ class RunFolder:
         self._metrics: Any = None
         self._lock: Any = None
 
-    def open(self, config: Config) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    def open(
+        self, config: Config, device: str = "cpu", start: dict[str, str] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
         """Take the folder for `config`; the checkpoint in it (arrays, meta), or None for a fresh start.
+
+        device: what the run is computed on. start: which weights it begins with (``from``, ``weights``).
 
         Raises `ConfigError` when the folder belongs to another configuration, holds something else, or
         cannot be written, `CheckpointError` when its checkpoint cannot be read. Nothing in it is changed
@@ -70,9 +74,10 @@ class RunFolder:
                     f"--out {self.path}: holds {sorted(others)[0]!r} but no config.json, so it is not the "
                     f"folder of a run; name another folder"
                 )
-            self._write_config(config)
+            self._write_config(config, device, start)
         else:
             self._compare(config)
+            self._compare_start(start)
         resumed = None
         if self.checkpoint_file.exists():
             resumed = checkpoint.load_run(self.checkpoint_file)
@@ -112,10 +117,12 @@ class RunFolder:
                 f"--out {self.path}: another run is writing there; wait for it or name another folder"
             ) from None
 
-    def _write_config(self, config: Config) -> None:
+    def _write_config(self, config: Config, device: str, start: dict[str, str] | None) -> None:
         self.samples.mkdir(exist_ok=True)
         content = {
             "config": config.to_dict(),
+            **({} if start is None else {"start": start}),
+            "device": device,
             "threads": num_threads(),
             "blas": blas_name(),
             "versions": versions(),
@@ -148,9 +155,26 @@ class RunFolder:
                 f"{here.get(k)!r}{more}; name another folder, or give that run's settings to go on with it"
             )
 
-    def notes(self) -> list[str]:
+    def _compare_start(self, start: dict[str, str] | None) -> None:
+        there = self.read_config().get("start")
+        if (there or {}).get("weights") == (start or {}).get("weights"):
+            return
+
+        def described(s: dict[str, str] | None) -> str:
+            return f"--from {s['from']} (weights {s['weights']})" if s else "a base model of its own"
+
+        raise ConfigError(
+            f"--out {self.path}: holds a run with {described(there)}, but this one begins with "
+            f"{described(start)}; name another folder, or give the same --from to go on with it"
+        )
+
+    def notes(self, device: str = "cpu") -> list[str]:
         """Sentences about what has changed since the run began and may keep it from being bit-identical."""
         before, now, notes = self.read_config(), versions(), []
+        if (was := before.get("device", "cpu")) != device:
+            notes.append(
+                f"the run began on {was} and goes on on {device}: the result will not be bit-identical"
+            )
         if before.get("threads") != num_threads():
             notes.append(
                 f"the run began with {before.get('threads')} threads and goes on with {num_threads()}: the "

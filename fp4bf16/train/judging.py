@@ -6,7 +6,7 @@ import time
 
 from ..align.judges import Judge, train_judge
 from .data import STYLES
-from .run import Run, peak_rss_mb
+from .state import Run, peak_rss_mb
 
 JUDGES = ("reward", "heldout")
 

@@ -1,220 +1,50 @@
-"""One run from its first step to its report: state, checkpoints, interruption, resumption.
-
-All randomness is drawn per (seed, purpose, step), so the state is no more than weights, moments and a
-position. The stages move the run on; after each step they call `Run.done`, the only place where a run can
-be left and taken up.
-"""
+"""One run from its first step to its report."""
 
 from __future__ import annotations
 
-import math
-import resource
-import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..align.judges import Judge
-from ..align.rollout import choose_prompts
-from ..diffusion.ema import EMA
-from ..diffusion.noise import subseed
-from ..errors import CheckpointError, ShapeError
-from ..nn.optim import AdamW
-from .checkpoint import give, take
 from .config import Config
-from .data import Pairs, Vocabulary, load_pairs
-from .denoiser import Denoiser
 from .folder import RunFolder
 from .progress import Progress
+from .stages import execute
+from .state import Run, Stop, Stopped
+from .weights import Start
 
-STAGES = ("base", "judges", "evaluate_base", "align", "evaluate", "finished")
-
-
-class Stopped(Exception):
-    """The user or the system asked the run to stop; what is done is saved."""
-
-
-class Stop:
-    """Ctrl-C and SIGTERM: the first asks the run to stop after its current step, the second stops it at
-    once.
-    """
-
-    def __init__(self, say):
-        self.asked, self._say, self._before = 0, say, {}
-
-    def __enter__(self) -> Stop:
-        for name in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[name] = signal.signal(name, self._ask)
-            except ValueError:  # not the main thread: the host program handles signals
-                pass
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for name, handler in self._before.items():
-            signal.signal(name, handler)
-
-    def _ask(self, number: int, _: Any) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = number
-        self._say("stopping after this step, then saving; press Ctrl-C again to stop at once")
+__all__ = ["Stopped", "train"]
 
 
-class Run:
-    """The state of a run, in its folder."""
-
-    def __init__(self, config: Config, folder: RunFolder, progress: Progress, stop: Stop):
-        self.config, self.folder, self.progress, self.stop = config, folder, progress, stop
-        self.pairs: Pairs = load_pairs(config.size)
-        word = config.word or None
-        self.train_pairs = self.pairs.select(role="policy", word=word)
-        evaluated = self.pairs.select(word=word) if word else self.pairs
-        self.eval_captions = tuple(
-            caption
-            for caption, role in zip(evaluated.captions, evaluated.roles, strict=True)
-            if role in ("policy", "evaluation")
-        )
-        choose_prompts(self.train_pairs.captions, config.align.prompts, 0, 0)  # too few: said before training
-        self.model = Denoiser(config, Vocabulary.of(self.train_pairs.captions))
-        self.parameters = self.model.unet.flat
-        self.ema = EMA(self.parameters.data, config.base.ema)
-        self.optimizer = AdamW(self.parameters.data, config.base.lr, weight_decay=config.base.weight_decay)
-        self.judges: dict[str, Judge] = {}
-        self.arrays: dict[str, np.ndarray] = {}  # pictures and scores of the evaluations
-        self.results: dict[str, Any] = {}  # numbers of the evaluations, needed at the end
-        self.stage, self.step = STAGES[0], 0
-        self._began, self._before = time.monotonic(), 0.0
-
-    # -------------------------------------------------------------------------------------------- position
-
-    def seed(self, purpose: str) -> int:
-        """The seed of one purpose of this run."""
-        return subseed(self.config.seed, purpose)
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of this run so far, over all its processes."""
-        return self._before + time.monotonic() - self._began
-
-    def log(self, **values: Any) -> None:
-        """One line of the metrics, stamped with stage and time; numbers that are not finite become null."""
-        line = {"stage": self.stage, **values, "seconds": round(self.seconds, 3)}
-        self.folder.log(**{k: _finite(v) for k, v in line.items()})
-
-    def done(self, step: int, save: bool = False) -> None:
-        """Step number `step` of the stage (from 1) is complete. Saves where asked or before stopping."""
-        self.step = step
-        if save or self.stop.asked:
-            self.save()
-        if self.stop.asked:
-            raise Stopped(int(self.stop.asked))
-
-    def enter(self, stage: str) -> None:
-        """The stage is complete: go on to the next one, saved."""
-        self.stage = stage
-        self.done(0, save=True)
-
-    # ------------------------------------------------------------------------------------------ checkpoint
-
-    def save(self) -> None:
-        """Write the checkpoint: everything that the next step reads."""
-        views = self.parameters.views
-        arrays = give(views(self.parameters.data), "policy") | give(views(self.ema.average), "ema")
-        for name, moment in self.optimizer.state().items():
-            arrays |= give(views(moment), f"adam.{name}")
-        for name, judge in self.judges.items():
-            arrays |= give(judge.state_dict(), f"judge.{name}")
-        meta = {
-            "config": self.config.to_dict(),
-            "stage": self.stage,
-            "step": self.step,
-            "updates": self.optimizer.count,
-            "words": list(self.model.vocabulary.words),
-            "results": self.results,
-        }
-        self.folder.save(arrays | give(self.arrays, "result"), meta)
-
-    def restore(self, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
-        """Take up the state that `save` wrote; `CheckpointError` when it does not fit this configuration."""
-        try:
-            restore_weights(self.model, arrays, "policy")
-            restore_flat(self.parameters, take(arrays, "ema"), self.ema.average)
-            for name, moment in self.optimizer.state().items():
-                restore_flat(self.parameters, take(arrays, f"adam.{name}"), moment)
-            self.optimizer.count = int(meta["updates"])
-            for name in ("reward", "heldout"):
-                if state := take(arrays, f"judge.{name}"):
-                    self.judges[name] = Judge.from_state(name, self.config.judge.width, state)
-            self.arrays, self.results = take(arrays, "result"), meta["results"]
-            self.stage, self.step = meta["stage"], int(meta["step"])
-            if self.stage not in STAGES:
-                raise KeyError(f"stage {self.stage!r}")
-        except (KeyError, ShapeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.folder.checkpoint_file}: does not fit this version of the trainer ({error}); "
-                f"name another folder with --out"
-            ) from error
-        lines = self.folder.metrics()
-        self._before = lines[-1]["seconds"] if lines else 0.0
-        self._began = time.monotonic()
-
-
-def restore_flat(parameters, state: dict[str, np.ndarray], flat: np.ndarray) -> None:
-    """Copy named arrays into a flat buffer laid out as `parameters`."""
-    views = parameters.views(flat)
-    if set(views) != set(state):
-        different = sorted(set(views) ^ set(state))
-        raise ShapeError(f"parameter {different[0]} is on one side only")
-    for name, view in views.items():
-        if view.shape != state[name].shape:
-            raise ShapeError(f"{name} has shape {state[name].shape} instead of {view.shape}")
-        view[...] = state[name]
-
-
-def restore_weights(model: Denoiser, arrays: dict[str, np.ndarray], which: str) -> None:
-    """Load the weights ``which`` ("policy" or "ema") of a checkpoint into the model."""
-    model.unet.load_state_dict(take(arrays, which))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, (float, np.floating)):
-        return float(value) if math.isfinite(value) else None
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def peak_rss_mb() -> float:
-    """Largest resident memory of this process so far, in MB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (1024 if sys.platform != "darwin" else 1024**2), 1)
-
-
-def train(config: Config, out: Path, progress: Progress | None = None) -> dict[str, Any]:
+def train(
+    config: Config,
+    out: Path,
+    progress: Progress | None = None,
+    device: str = "cpu",
+    start: Start | None = None,
+) -> dict[str, Any]:
     """Run `config` in the folder `out`, from its start or from where it was left. Returns the summary.
 
-    Raises `Stopped` after Ctrl-C or SIGTERM (the state is saved), `ConfigError` and `CheckpointError`
-    before anything is changed.
+    device: "cpu" or "cuda". start: weights to begin with, in place of a base model of the run's own.
+    Raises `Stopped` after Ctrl-C or SIGTERM (the state is saved), `ConfigError`, `CheckpointError` and
+    `ImportError` (no CuPy) before anything is changed.
     """
-    from . import stages
-
     progress = progress or Progress()
     folder = RunFolder(out)
     try:
         with Stop(progress.say) as stop:
-            run = Run(config, folder, progress, stop)  # before the folder is touched: it may refuse
-            resumed = folder.open(config)
+            run = Run(config, folder, progress, stop, device, start)  # it may refuse: nothing is touched yet
+            resumed = folder.open(config, run.engine.device, start.identity() if start else None)
             if resumed is not None:
                 run.restore(*resumed)
-                for note in folder.notes():
+                for note in folder.notes(run.engine.device):
                     progress.say(f"note: {note}")
                 where = f"stage {run.stage}, step {run.step}"
                 progress.say(
                     f"already finished: {out}" if run.stage == "finished" else f"going on with {out}: {where}"
                 )
-            return stages.execute(run)
+            elif start is not None:
+                run.begin_with(start)
+            return execute(run)
     finally:
         progress.end()
         folder.close()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..align.dpo import dpo_backward
 from ..align.rollout import Rollout, Settings, choose_prompts, measure_fidelity, rollout
-from ..diffusion.losses import squared_error
-from ..diffusion.noise import integers, normal, permutation, uniform
+from ..diffusion.noise import integers, permutation, uniform
 from ..errors import NonFiniteError
-from ..nn.optim import AdamW, clip_norm
 from . import finish
+from .data import Pairs
+from .denoiser import Denoiser
+from .engine import BaseData, PairData
 from .evaluate import evaluate, probe
 from .judging import train_judges
-from .run import Run
+from .state import Run
 
 _SKIPS = 10  # updates in a row whose gradient is not finite, before the run gives up
 
@@ -60,40 +61,32 @@ class _Skips:
 
 def train_base(run: Run) -> None:
     """The base model: both styles, captions dropped now and then, the average of the weights kept."""
-    c, model, flat = run.config.base, run.model, run.parameters
-    pictures = model.fold(np.concatenate([run.train_pairs.style("noto"), run.train_pairs.style("twemoji")]))
-    captions = np.concatenate([model.encode(run.train_pairs.captions)] * 2)
-    seed = {name: run.seed(f"base/{name}") for name in ("row", "t", "noise", "drop")}
+    c, engine = run.config.base, run.engine
+    data = base_data(run.train_pairs, run.model, run.seed)
     skips = _Skips("base")
     run.progress.stage(
-        "base", c.steps, run.step, f"{flat.data.size / 1e6:.2f} M parameters, {len(pictures)} pictures"
+        "base", c.steps, run.step, f"{engine.size / 1e6:.2f} M parameters, {len(data.pictures)} pictures"
     )
     for step in range(run.step, c.steps):
         began = time.perf_counter()
-        row = integers(seed["row"], step, c.batch, 0, len(pictures))
-        t = integers(seed["t"], step, c.batch, 0, len(model.schedule))
-        x0, eps = pictures[row], normal(seed["noise"], step, (c.batch, *model.shape))
-        bag = captions[row] * (uniform(seed["drop"], step, (c.batch, 1)) >= c.drop_caption)
-        output = model.policy(model.schedule.add_noise(x0, eps, t), t, bag)
-        loss, gradient = squared_error(output.data, model.schedule.target(x0, eps, t, model.prediction))
-        model.unet.zero_grad()
-        output.backward(gradient)
-        norm = clip_norm(flat.grad, c.clip)
         lr = learning_rate(step, c.steps, c.lr, c.decay)
-        if skips.finite(loss, norm):
-            run.optimizer.step(flat.grad, lr)
-            flat.touch()
-            run.ema.update(flat.data, step)
-        rate = c.batch / (time.perf_counter() - began)
-        run.log(step=step + 1, loss=loss, grad_norm=norm, lr=lr, images_per_second=round(rate, 1))
-        run.progress.step(loss=loss, **{"images/s": rate})
+        loss, norm, _ = engine.base_step(data, step, lr)
+        skips.finite(loss, norm)
+        rate, memory = c.batch / (time.perf_counter() - began), engine.memory()
+        run.log(step=step + 1, loss=loss, grad_norm=norm, lr=lr, images_per_second=round(rate, 1), **memory)
+        run.progress.step(loss=loss, **{"images/s": rate}, **memory)
         last = step + 1 == c.steps
         run.done(step + 1, save=not last and (step + 1) % c.checkpoint_every == 0)
-    # What is aligned, and what DPO stays near, is the average of the weights; the optimizer starts anew.
-    flat.data[...] = run.ema.average
-    flat.touch()
-    run.optimizer = AdamW(flat.data, run.config.align.lr)
+    engine.begin_alignment()
     run.enter("judges")
+
+
+def base_data(pairs: Pairs, model: Denoiser, seed: Callable[[str], int]) -> BaseData:
+    """The pictures of both styles, one after the other, with their captions; `seed` of a purpose."""
+    pictures = model.fold(np.concatenate([pairs.style("noto"), pairs.style("twemoji")]))
+    captions = np.concatenate([model.encode(pairs.captions)] * 2)
+    seeds = {name: seed(f"base/{name}") for name in ("row", "t", "noise", "drop")}
+    return BaseData(pictures, captions, seeds, len(model.schedule))
 
 
 def align(run: Run) -> None:
@@ -116,13 +109,15 @@ def align(run: Run) -> None:
         seen = probe(run)
         took = time.perf_counter() - began
         stats["images_per_second"] = round(stats["rollouts"] / took, 1)
-        run.log(step=iteration + 1, **stats)
+        memory = run.engine.memory()
+        run.log(step=iteration + 1, **stats, **memory)
         run.log(stage="probe", step=iteration + 1, **seen)
         run.progress.step(
             loss=stats["loss"],
             reward=seen["reward"],
             heldout=seen["heldout"],
             **{"images/s": stats["images_per_second"]},
+            **memory,
         )
         run.done(iteration + 1, save=iteration + 1 < c.iterations)
     run.enter("evaluate")
@@ -134,10 +129,10 @@ def _rollout(run: Run, iteration: int) -> tuple[dict[str, float], Rollout]:
     seeds = integers(run.seed("rollout"), iteration, (c.prompts, c.seeds), 0, 2**32).astype(np.uint64)
     settings = Settings(c.keep, c.explore_steps, c.steps, c.explore_track, c.select, c.retries)
     reward = run.judges["reward"]
-    pairs = rollout(run.model.draw, reward, seeds, prompts, settings, run.seed(f"select/{iteration}"))
+    pairs = rollout(run.engine.draw, reward, seeds, prompts, settings, run.seed(f"select/{iteration}"))
     stats = dict(pairs.stats)
     if iteration % c.fidelity_every == 0 or iteration + 1 == c.iterations:
-        found = measure_fidelity(run.model.draw, reward, pairs, prompts, settings)
+        found = measure_fidelity(run.engine.draw, reward, pairs, prompts, settings)
         stats |= found
         run.results.setdefault("fidelity", []).append(found)
     return stats, pairs
@@ -145,54 +140,45 @@ def _rollout(run: Run, iteration: int) -> tuple[dict[str, float], Rollout]:
 
 def _optimize(run: Run, iteration: int, pairs: Rollout) -> dict[str, float]:
     """DPO on the pairs of one iteration, each at `timesteps` of the noise levels of the sampler."""
-    c, model, flat = run.config.align, run.model, run.parameters
+    c, engine = run.config.align, run.engine
     if not len(pairs.prompts):
         return {"loss": float("nan"), "updates": 0.0}
-    chosen, rejected = model.fold(pairs.chosen), model.fold(pairs.rejected)
-    captions = model.encode(pairs.prompts)
-    total = len(captions) * c.timesteps
-    order = permutation(run.seed("dpo/order"), iteration, total)
-    # Steps of the sampler, as the pictures met them, from the noisy end, where a style is decided.
-    levels = model.schedule.timesteps(c.steps)[: max(1, math.ceil(c.timestep_fraction * c.steps))]
-    share = (order % c.timesteps + uniform(run.seed("dpo/t"), iteration, total)) / c.timesteps
-    t = levels[np.minimum((share * len(levels)).astype(np.int64), len(levels) - 1)]
-    eps = normal(run.seed("dpo/noise"), iteration, (total, *model.shape))
-    reference, skips = model.reference(run.ema.average), _Skips("align")
+    data, skips = _comparisons(run, iteration, pairs), _Skips("align")
+    engine.begin_pairs(data)
     lr = learning_rate(iteration, c.iterations, c.lr, c.decay)
     losses, sums, weights = [], {}, []
-    for start in range(0, total, c.batch):
-        some = slice(start, min(start + c.batch, total))
-        row = order[some] // c.timesteps
-        model.unet.zero_grad()
-        result = dpo_backward(
-            model.policy,
-            reference,
-            chosen[row],
-            rejected[row],
-            captions[row],
-            t[some],
-            eps[some],
-            model.schedule,
-            model.prediction,
-            c.beta,
-            c.hold,
-            run.config.model.unshuffle**2,
-        )
-        norm = clip_norm(flat.grad, c.clip)
-        if skips.finite(result.loss, norm):
-            run.optimizer.step(flat.grad, lr)
-            flat.touch()
-        losses.append(result.loss)
-        weights.append(len(row))
-        for k, v in (result.stats | {"grad_norm": norm}).items():
-            sums[k] = sums.get(k, 0.0) + v * len(row)
-    stats = {k: v / total for k, v in sums.items()}
-    return stats | {
+    for start in range(0, len(data), c.batch):
+        some = slice(start, min(start + c.batch, len(data)))
+        loss, norm, stats = engine.dpo_step(data, some, lr)
+        skips.finite(loss, norm)
+        losses.append(loss)
+        weights.append(some.stop - start)
+        for k, v in (stats | {"grad_norm": norm}).items():
+            sums[k] = sums.get(k, 0.0) + v * weights[-1]
+    return {k: v / len(data) for k, v in sums.items()} | {
         "loss": float(np.average(losses, weights=weights)),
         "first_loss": losses[0],
         "updates": float(len(losses) - skips.count),
         "skipped": float(skips.count),
     }
+
+
+def _comparisons(run: Run, iteration: int, pairs: Rollout) -> PairData:
+    """Every pair at `timesteps` noise levels, in a random order."""
+    c, model = run.config.align, run.model
+    total = len(pairs.prompts) * c.timesteps
+    order = permutation(run.seed("dpo/order"), iteration, total)
+    # Steps of the sampler, as the pictures met them, from the noisy end, where a style is decided.
+    levels = model.schedule.timesteps(c.steps)[: max(1, math.ceil(c.timestep_fraction * c.steps))]
+    share = (order % c.timesteps + uniform(run.seed("dpo/t"), iteration, total)) / c.timesteps
+    return PairData(
+        model.fold(pairs.chosen),
+        model.fold(pairs.rejected),
+        model.encode(pairs.prompts),
+        order // c.timesteps,
+        levels[np.minimum((share * len(levels)).astype(np.int64), len(levels) - 1)],
+        (run.seed("dpo/noise"), iteration),
+    )
 
 
 def evaluate_base(run: Run) -> None:

@@ -1,10 +1,7 @@
 // gemm: the checks of every argument, the choice of a kernel, and the simple kernel, which reads like the
 // formula of fp4bf16.h and is what the fast ones are checked with on the device.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "common.h"
-#include "fp4.cuh"
+#include "simple.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -142,9 +139,6 @@ struct Operand {
     int64_t rows, row_stride, k_stride;
 };
 
-__device__ float decode(uint8_t byte) { return e4m3_decode(byte); }
-__device__ float decode(__nv_bfloat16 v) { return __bfloat162float(v); }
-
 // Rows row0.. of k-columns k0.. -> tile, transposed; zeros beyond the operand. Neighbouring threads read
 // neighbouring elements.
 template <typename T>
@@ -175,41 +169,6 @@ __device__ void multiply(const Operand<T>& a, const Operand<T>& b, int64_t k_siz
                 for (int j = 0; j < kSide; ++j)
                     sum[i][j] = __fmaf_rn(tile_a[k][ty + 16 * i], tile_b[k][tx + 16 * j], sum[i][j]);
         __syncthreads();
-    }
-}
-
-__device__ float read(const void* p, int64_t i, fp4bf16_dtype dtype) {
-    switch (dtype) {
-        case FP4BF16_BFLOAT16:
-            return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-        case FP4BF16_FLOAT16:
-            return __half2float(static_cast<const __half*>(p)[i]);
-        default:
-            return static_cast<const float*>(p)[i];
-    }
-}
-
-__device__ void write(void* p, int64_t i, fp4bf16_dtype dtype, float v) {
-    switch (dtype) {
-        case FP4BF16_BFLOAT16:
-            static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(v);
-            break;
-        case FP4BF16_FLOAT16:
-            static_cast<__half*>(p)[i] = __float2half_rn(v);
-            break;
-        default:
-            static_cast<float*>(p)[i] = v;
-    }
-}
-
-__device__ float activate(float v, fp4bf16_activation activation) {
-    switch (activation) {
-        case FP4BF16_SILU:
-            return v / (1.0f + expf(-v));
-        case FP4BF16_GELU:
-            return 0.5f * v * erfcf(v * -0.707106781186547524f);  // erfc: no loss where v << 0
-        default:
-            return v;
     }
 }
 

@@ -1,0 +1,1 @@
+"""Networks on a GPU: their parameters in device memory, captured graphs."""

@@ -1,0 +1,103 @@
+"""Self-attention over the pixels on the device: norm, q, k and v, attention, the product out, + x.
+
+q, k and v are channel ranges of one array. softmax(Q K^T) V itself runs on the BF16 track, whatever the route
+says of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...adapters import DeviceArray
+from ...backends import cuda_attention
+from .blocks import summed
+from .products import Layer, Norm, input_gradient, normed, pictures, product, weight_gradient
+from .workspace import Run, part, seen
+
+
+class Kept(NamedTuple):
+    """What the backward needs; `again` has the norm's result by track, as the products read it."""
+
+    x: DeviceArray
+    statistics: dict
+    again: dict
+    qkv: DeviceArray
+    out: DeviceArray  # of the attention
+    lse: DeviceArray
+    again_out: Any
+    tracks: tuple[str, ...]  # of to_q, to_k, to_v, to_out
+
+
+class AttentionBlock:
+    """See `nn.Attention`, of whose parameters `name` is the prefix."""
+
+    def __init__(self, name: str, module: Any):
+        self.norm = Norm(f"{name}.group_norm", module.group_norm)
+        self.inward = [Layer(f"{name}.{n}", getattr(module, n)) for n in ("to_q", "to_k", "to_v")]
+        self.outward = Layer(f"{name}.to_out.0", module.to_out[0])
+        self.heads = module.heads
+
+    @staticmethod
+    def output(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def _tokens(self, x: DeviceArray) -> DeviceArray:
+        """(N, H, W, C) as (N, T, heads, D)."""
+        n, h, w, c = x.shape
+        shape, dim = (n, h * w, self.heads, c // self.heads), c // self.heads
+        strides = (x.strides[0], x.strides[2], dim, 1)
+        return seen(x, shape, strides)
+
+    def _parts(self, qkv: DeviceArray) -> list[DeviceArray]:
+        c = qkv.shape[3] // 3
+        return [part(qkv, i * c, c) for i in range(3)]
+
+    @property
+    def scale(self) -> float:
+        return (self.outward.c // self.heads) ** -0.5
+
+    # ---- forward
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+        n, h, w, c = x.shape
+        tracks = tuple(layer.track for layer in (*self.inward, self.outward))
+        feeds, statistics = {}, {}
+        for track in dict.fromkeys(tracks[:3]):
+            feeds[track], statistics = normed(run, self.norm, x, False, track)
+        qkv = run.empty((n, h, w, 3 * c), hold="saved BF16")
+        for layer, track, target in zip(self.inward, tracks, self._parts(qkv), strict=False):
+            product(run, layer, feeds[track], target)
+        again = {track: feed.again for track, feed in feeds.items()}
+        del feeds
+        mixed = run.empty(x.shape, hold="saved BF16")
+        lse = run.empty((n, self.heads, h * w), "float32", "statistics") if run.recording else None
+        tokens = [self._tokens(t) for t in (*self._parts(qkv), mixed)]
+        cuda_attention.forward(*tokens, run.stream, scale=self.scale, lse=lse)
+        feed = pictures(run, mixed, tracks[3], kept=True)
+        product(run, self.outward, feed, out, residual=x)
+        if not run.recording:
+            return None
+        run.hold("saved BF16", x)
+        return Kept(x, statistics, again, qkv, mixed, lse, feed.again, tracks)
+
+    # ---- backward
+    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        shape = kept.x.shape
+        weight_gradient(run, self.outward, kept.again_out(run), g)
+        d = input_gradient(run, self.outward, kept.tracks[3], g, shape)
+        dqkv = run.empty(kept.qkv.shape)
+        self._attention_backward(run, kept, d, dqkv)
+        x, statistics, again, tracks = kept.x, kept.statistics, kept.again, kept.tracks
+        del d, kept
+        value = {track: f(run) for track, f in again.items()}
+        gradient = None
+        for layer, track, g_in in zip(self.inward, tracks, self._parts(dqkv), strict=False):
+            weight_gradient(run, layer, value[track], g_in)
+            gradient = input_gradient(run, layer, track, g_in, shape, gradient)
+        del value
+        return self.norm.backward(run, x, gradient, False, statistics, summed(run, g, add))
+
+    def _attention_backward(self, run: Run, kept: Kept, d: DeviceArray, dqkv: DeviceArray) -> None:
+        q, k, v = (self._tokens(t) for t in self._parts(kept.qkv))
+        dq, dk, dv = (self._tokens(t) for t in self._parts(dqkv))
+        cuda_attention.backward(q, k, v, self._tokens(kept.out), kept.lse, self._tokens(d), dq, dk, dv,
+                                run.stream, scale=self.scale)  # fmt: skip

@@ -1,0 +1,191 @@
+"""Steps of a network on the device: the first and the last convolution, the changes of size.
+
+Every step has
+
+    output(shape)                shape of its result for pictures of `shape`
+    forward(run, x, out)         fills `out`; returns what `backward` needs, None where nothing is recorded
+    backward(run, kept, g, add)  the gradient in x for the gradient `g` in `out`, + add, a second gradient
+                                 in x (or None); those of the parameters are added to theirs
+
+and reads and writes pictures that may be a range of channels of wider ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ... import device
+from ...adapters import DeviceArray
+from ...backends import cuda_conv, cuda_elementwise
+from ...backends.cuda_gemm import round_up
+from .products import (
+    Feed,
+    Layer,
+    Norm,
+    input_gradient,
+    normed,
+    pictures,
+    product,
+    upsampled,
+    weight_gradient,
+)
+from .workspace import Run, converted, part
+
+
+def summed(run: Run, a: DeviceArray, b: DeviceArray | None) -> DeviceArray:
+    """a + b in memory of its own; a itself where b is None."""
+    if b is None:
+        return a
+    out = run.empty(a.shape)
+    cuda_elementwise.add(a, b, out, run.stream)
+    return out
+
+
+class Kept(NamedTuple):
+    """What a step of one product keeps: its track, its input again, the shape of x, and more."""
+
+    track: str
+    again: Any
+    shape: tuple[int, ...]
+    more: Any = None
+
+
+class First:
+    """The convolution that the latents enter by: float32 (B, H, W, C) of any number of channels."""
+
+    def __init__(self, layer: Layer):
+        self.layer, self.output = layer, layer.output
+
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+        track, c = self.layer.track, self.layer.c
+        wide = converted(run, x, round_up(c, 8))
+        own = part(wide, 0, c)
+        if track == "fp4":
+            feed = pictures(run, own, track)
+        else:
+            feed = Feed(wide, None, None)
+            run.hold("saved BF16", wide)
+        product(run, self.layer, feed, out)
+        return Kept(track, feed.again or own, x.shape) if run.recording else None
+
+    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: None = None) -> None:
+        x = kept.again if isinstance(kept.again, DeviceArray) else kept.again(run)
+        weight_gradient(run, self.layer, x, g)
+
+
+class Last:
+    """Norm, SiLU and the convolution that the prediction leaves by, float32."""
+
+    def __init__(self, norm: Norm, layer: Layer):
+        self.norm, self.layer, self.output = norm, layer, layer.output
+
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+        track = self.layer.track
+        feed, statistics = normed(run, self.norm, x, True, track)
+        product(run, self.layer, feed, out)
+        if not run.recording:
+            return None
+        run.hold("saved BF16", x)
+        return Kept(track, feed.again, x.shape, (x, statistics))
+
+    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        g = part(converted(run, g, round_up(self.layer.o, 8)), 0, self.layer.o)
+        weight_gradient(run, self.layer, kept.again(run), g)
+        d = input_gradient(run, self.layer, kept.track, g, kept.shape)
+        x, statistics = kept.more
+        return self.norm.backward(run, x, d, True, statistics, add)
+
+
+class Downsample:
+    """A convolution of stride 2."""
+
+    def __init__(self, layer: Layer):
+        self.layer, self.output = layer, layer.output
+
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+        track = self.layer.track
+        feed = pictures(run, x, track, kept=True)  # x is a skip
+        product(run, self.layer, feed, out)
+        return Kept(track, feed.again, x.shape) if run.recording else None
+
+    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        weight_gradient(run, self.layer, kept.again(run), g)
+        return input_gradient(run, self.layer, kept.track, g, kept.shape, add)
+
+
+class Upsample:
+    """Each pixel as a 2 x 2 patch, then a convolution."""
+
+    def __init__(self, layer: Layer):
+        self.layer = layer
+
+    def output(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        n, h, w, c = shape
+        return self.layer.output((n, 2 * h, 2 * w, c))
+
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+        track = self.layer.track
+        feed = upsampled(run, x, track)
+        product(run, self.layer, feed, out)
+        return Kept(track, feed.again, x.shape) if run.recording else None
+
+    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        weight_gradient(run, self.layer, kept.again(run), g)
+        n, h, w, c = kept.shape
+        wide = input_gradient(run, self.layer, kept.track, g, (n, 2 * h, 2 * w, c))
+        dx = run.empty(kept.shape)
+        cuda_elementwise.upsample_backward(wide, dx, run.stream, add=add)
+        return dx
+
+
+class Copy:
+    """The same pictures at another place: what a network without a middle block hands on."""
+
+    @staticmethod
+    def output(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    @staticmethod
+    def forward(run: Run, x: DeviceArray, out: DeviceArray) -> tuple:
+        nothing = device.full(x.shape, 0.0, "bfloat16", run.like)
+        cuda_elementwise.add(x, nothing, out, run.stream)
+        return ()
+
+    @staticmethod
+    def backward(run: Run, kept: tuple, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        return summed(run, g, add)
+
+
+class Scale:
+    """Division by a block's output scale, as a product with the identity matrix: exact, and strided as all
+    products are. Few networks have a scale other than one.
+    """
+
+    def __init__(self, scale: float, channels: int, like: DeviceArray):
+        self.factor = 1.0 / scale
+        identity = np.eye(channels, dtype=np.float32).reshape(channels, 1, 1, channels)
+        self.identity = device.astype(device.from_host(identity, like), "bfloat16")
+
+    def apply(self, run: Run, x: DeviceArray, out: DeviceArray) -> DeviceArray:
+        n, h, w, c = x.shape
+        geometry = cuda_conv.Geometry(n, h, w, h, w, c, 1, 1, 1, 0, 0)
+        cuda_conv.forward(geometry, out, run.stream, x16=x, w16=self.identity, alpha=self.factor)
+        return out
+
+
+class Scaled:
+    """A step whose result, the sum with its residual, is divided by a scale."""
+
+    def __init__(self, step: Any, scale: Scale):
+        self.step, self.scale, self.output = step, scale, step.output
+
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Any:
+        whole = run.empty(out.shape)
+        kept = self.step.forward(run, x, whole)
+        self.scale.apply(run, whole, out)
+        return kept
+
+    def backward(self, run: Run, kept: Any, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        return self.step.backward(run, kept, self.scale.apply(run, g, run.empty(g.shape)), add)

@@ -1,0 +1,229 @@
+"""A module's parameters in device memory: the flat float32 arrays, their BF16 copy, the FP4 twins.
+
+`DeviceParameters` is one set of weights. The average of the weights and the reference model of DPO are
+further sets of the same `Layout` (`clone`), each with its own copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ... import device
+from ...backends import cuda_optimizer
+from ...backends.cuda_optimizer import Entry, Table
+from ...device import DeviceArray
+from ...errors import DTypeError, ShapeError
+from ..module import FlatParameters
+
+_TWIN, _SCALES = 128, 32  # elements: a twin starts on a line of the cache, and so do its scales
+
+
+def takes_twin(shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of this shape can have a twin: a matrix or kernel of whole blocks."""
+    return len(shape) > 1 and shape[-1] > 0 and shape[-1] % 16 == 0
+
+
+def _rounded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class Layout:
+    """Where each parameter lies in the flat arrays of a module, and its twin in those of the twins.
+
+    Attributes: shapes, offsets, twins (name -> place of its bytes, of its scales); size, twin_size,
+    scale_size: elements of the arrays; table: what the optimizer's kernel walks over.
+    """
+
+    def __init__(self, flat: FlatParameters, like: DeviceArray, quantised: Callable[[str], bool]):
+        self.shapes = {name: tuple(p.shape) for name, p in flat.named.items()}
+        self.offsets, self.size = dict(flat.offsets), int(flat.data.size)
+        self.twins: dict[str, tuple[int, int]] = {}
+        self.twin_size = self.scale_size = 0
+        entries = [self._entry(name, shape, quantised(name)) for name, shape in self.shapes.items()]
+        tensors, units = cuda_optimizer.tensor_table(entries)
+        self.table = Table(device.from_host(tensors, like, "tensors"), units)
+
+    def _entry(self, name: str, shape: tuple[int, ...], quantised: bool) -> Entry:
+        size, offset = int(np.prod(shape)), self.offsets[name]
+        if not quantised or not takes_twin(shape):
+            return Entry(offset, 1, size)
+        rows = shape[0]
+        twin, scale = self.twins[name] = self.twin_size, self.scale_size
+        self.twin_size += _rounded(size, _TWIN)
+        self.scale_size += _rounded(rows, _SCALES)
+        return Entry(offset, rows, size // max(rows, 1), twin, scale)
+
+    def check(self, name: str) -> None:
+        if name not in self.shapes:
+            raise KeyError(f"DeviceParameters: there is no parameter {name!r}; the names are those of the "
+                           f"module's state_dict()")  # fmt: skip
+
+    def pack(self, state: Mapping[str, Any]) -> np.ndarray:
+        """Host arrays by name -> one flat float32 array; `ShapeError` names what does not fit."""
+        wrong = [f"{n} is missing" for n in self.shapes if n not in state]
+        wrong += [f"{n} is not known" for n in state if n not in self.shapes]
+        wrong += [
+            f"{n} has shape {tuple(state[n].shape)} instead of {shape}"
+            for n, shape in self.shapes.items() if n in state and tuple(state[n].shape) != shape
+        ]  # fmt: skip
+        if wrong:
+            raise ShapeError(f"DeviceParameters: the state does not fit: {'; '.join(wrong)}; load one of the "
+                             f"same configuration")  # fmt: skip
+        flat = np.zeros(self.size, np.float32)
+        for name, view in self.views(flat).items():
+            view[...] = state[name]
+        return flat
+
+    def views(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Views by name of a flat host array."""
+        return {
+            name: flat[start : start + int(np.prod(self.shapes[name]))].reshape(self.shapes[name])
+            for name, start in self.offsets.items()
+        }
+
+
+class DeviceParameters:
+    """One set of weights on a GPU, laid out as the module's `flat`.
+
+    Args:
+        flat: the module's flat parameters, float32, on the host; copied.
+        like: an array on the GPU, which says where and whose memory this is.
+        quantised: name -> whether that weight gets a twin; by default all of whole blocks of 16 do.
+        grad: whether to make `grad`, zero.
+
+    Attributes: layout; data, grad (float32), bf16: flat arrays of the same offsets, zero between parameters;
+    twin (uint8, E4M3 bytes of code * block scale), twin_scale (float32, one a row). The copies are zero until
+    `refresh`, or a step of the optimizer, makes them from `data`.
+    """
+
+    def __init__(self, flat: FlatParameters, like: Any, quantised: Callable[[str], bool] = lambda name: True,
+                 grad: bool = True):  # fmt: skip
+        if flat.data.dtype != np.float32:
+            raise DTypeError(f"DeviceParameters: the parameters are {flat.data.dtype}, but float32 is "
+                             f"needed; convert them with module.to('float32')")  # fmt: skip
+        like = device.operand(like, "like")
+        with device.on(like):
+            data = device.from_host(np.array(flat.data), like, "data")
+            self._make(Layout(flat, like, quantised), data, grad)
+
+    def _make(self, layout: Layout, data: DeviceArray, grad: bool) -> None:
+        def zeros(size: int, dtype: str, name: str) -> DeviceArray:
+            return device.full((size,), 0, dtype, like=data, name=name)
+
+        self.layout, self.data = layout, data
+        self.grad = zeros(layout.size, "float32", "grad") if grad else None
+        self.bf16 = zeros(layout.size, "bfloat16", "bf16")
+        self.twin = zeros(layout.twin_size, "uint8", "twin")
+        self.twin_scale = zeros(layout.scale_size, "float32", "twin_scale")
+        self._views: dict[tuple, DeviceArray] = {}
+        self._padded: dict[tuple, DeviceArray] = {}
+
+    def clone(self, stream: int = 0, grad: bool = False) -> DeviceParameters:
+        """Another set of the same layout with the same numbers, its copies made."""
+        made = object.__new__(DeviceParameters)
+        with device.ordered("clone", stream, (self.data,)) as handle:
+            data = device.empty(self.data.shape, "float32", like=self.data, name="data")
+            device.assign(data, self.data)
+            made._make(self.layout, data, grad)
+            made.refresh(handle)
+        return made
+
+    # ---- by name
+    def _view(self, kind: str, flat: DeviceArray, name: str, start: int, shape) -> DeviceArray:
+        found = self._views.get((kind, name))
+        if found is None:
+            size = int(np.prod(shape))
+            part = device.operand(flat.owner[start : start + size], name)
+            found = self._views[kind, name] = device.reshape(part, shape)
+        return found
+
+    def _parameter(self, kind: str, flat: DeviceArray, name: str) -> DeviceArray:
+        self.layout.check(name)
+        return self._view(kind, flat, name, self.layout.offsets[name], self.layout.shapes[name])
+
+    def data_of(self, name: str) -> DeviceArray:
+        """float32 view in the parameter's shape."""
+        return self._parameter("data", self.data, name)
+
+    def grad_of(self, name: str) -> DeviceArray:
+        """float32 view of the gradient."""
+        if self.grad is None:
+            raise ValueError(f"grad_of: {name} has no gradient here; make the set with grad=True")
+        return self._parameter("grad", self.grad, name)
+
+    def bf16_of(self, name: str, channels: int | None = None, outputs: int | None = None,
+                stream: int = 0) -> DeviceArray:  # fmt: skip
+        """bfloat16 view in the parameter's shape; or a copy padded with zeros, the last axis to `channels`
+        and the first to `outputs`, for kernels that need strides of 16 bytes.
+
+        The padded copy is made at the first request, on `stream`, and again by every `refresh` and step.
+        """
+        if channels is None and outputs is None:
+            return self._parameter("bf16", self.bf16, name)
+        self.layout.check(name)
+        shape = self.layout.shapes[name]
+        channels, outputs = channels or shape[-1], outputs or shape[0]
+        if len(shape) < 2 or channels < shape[-1] or outputs < shape[0]:
+            raise ShapeError(f"bf16_of: {name} has shape {shape}, which cannot be padded to {outputs} "
+                             f"outputs and {channels} channels; pass at least its own")  # fmt: skip
+        key = name, channels, outputs
+        if key not in self._padded:
+            with device.ordered("bf16_of", stream, (self.data,)) as handle:
+                wide = (outputs, *shape[1:-1], channels)
+                self._padded[key] = device.full(wide, 0, "bfloat16", like=self.data, name=name)
+                self._pad(key, handle)
+        return self._padded[key]
+
+    def _pad(self, key: tuple[str, int, int], stream: int) -> None:
+        name, channels, _ = key
+        source, k = self.data_of(name), self.layout.shapes[name][-1]
+        rows = source.size // max(k, 1)
+        device.call("convert", source.address, 0, 1, rows, k, 0, k, 1, self._padded[key].address, 1, channels,
+                    stream)  # fmt: skip
+
+    def twin_of(self, name: str) -> tuple[DeviceArray, DeviceArray] | None:
+        """(E4M3 bytes in the parameter's shape, decode scales (rows,)); None for a weight without a twin."""
+        self.layout.check(name)
+        place = self.layout.twins.get(name)
+        if place is None:
+            return None
+        shape = self.layout.shapes[name]
+        return (self._view("twin", self.twin, name, place[0], shape),
+                self._view("scale", self.twin_scale, name, place[1], shape[:1]))  # fmt: skip
+
+    # ---- kernels
+    def refresh(self, stream: int = 0) -> None:
+        """Make the copies anew from `data`."""
+        cuda_optimizer.refresh(self.layout.table, self.data, stream, **self.copies())
+        self.refresh_padded(stream)
+
+    def refresh_padded(self, stream: int = 0) -> None:
+        """Make the padded copies anew from `data`; the others come from the optimizer's pass."""
+        for key in self._padded:
+            self._pad(key, stream)
+
+    def copies(self) -> dict[str, DeviceArray]:
+        """The copies as arguments of `cuda_optimizer`; without those that are empty."""
+        found = {"bf16": self.bf16, "twin": self.twin, "twin_scale": self.twin_scale}
+        return {name: x for name, x in found.items() if x.size}
+
+    # ---- host
+    def to_host(self) -> dict[str, np.ndarray]:
+        """The parameters by name, NumPy; waits for the device."""
+        return self.layout.views(device.to_host(self.data))
+
+    def from_host(self, state: Mapping[str, Any], stream: int = 0) -> None:
+        """Take over parameters by name and make the copies; `ShapeError` where they do not fit, and then
+        nothing is written.
+        """
+        flat = self.layout.pack(state)
+        with device.ordered("from_host", stream, (self.data,)) as handle:
+            device.assign(self.data, device.from_host(flat, like=self.data))
+            self.refresh(handle)
+
+    def state(self, flat: DeviceArray) -> dict[str, np.ndarray]:
+        """Another flat array of this layout (a moment, an average) by name, for a checkpoint."""
+        return self.layout.views(device.to_host(flat))

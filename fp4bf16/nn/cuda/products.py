@@ -1,0 +1,295 @@
+"""The products of a network on the device: convolutions and linear layers, what they read, their gradients.
+
+A linear layer is a 1x1 convolution of pictures (N, 1, 1, C), so that there is one kind of product. Each runs
+on its own track: BF16, or FP4 with both operands quantised, the weight once when it changes. What a product
+read (`Feed`) can be had again in BF16 for the weight's gradient, which is thus dW = g^T X^ with the operand
+that the forward multiplied; dX = g W^ with the decoded twin, or the master (`Run.backward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from ...adapters import DeviceArray
+from ...backends import cuda_conv, cuda_elementwise, cuda_norm
+from ...backends.cuda_gemm import round_up
+from ...errors import ConfigError
+from ...tracks import resolve_track
+from .workspace import Run, decoded, quantize, rows, shaped
+
+
+class Layer:
+    """A convolution or linear layer of the model, seen as a convolution; its parameters begin with `name`."""
+
+    def __init__(self, name: str, module: Any):
+        self.name, self.module = name, module
+        shape = module.weight.shape
+        self.o, self.kh, self.kw, self.c = shape if len(shape) == 4 else (shape[0], 1, 1, shape[1])
+        self.stride, padding = getattr(module, "stride", 1), getattr(module, "padding", 0)
+        pads = ((padding, padding),) * 2 if isinstance(padding, int) else padding
+        (self.top, self.bottom), (self.left, self.right) = pads
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.o, self.kh, self.kw, self.c
+
+    @property
+    def track(self) -> str:
+        """The track of this call: ``with tracks(...)``, else the route's."""
+        track = resolve_track(self.module.track, "bf16")
+        if track not in ("fp4", "bf16"):
+            raise ConfigError(f"{self.name}: its track is {track!r}, but on the GPU a network runs on 'fp4' "
+                              f"and 'bf16'; apply a route of these, or keep it on the CPU")  # fmt: skip
+        return track
+
+    def output(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Shape of the result for pictures of `shape`."""
+        n, h, w, _ = shape
+        oh = (h + self.top + self.bottom - self.kh) // self.stride + 1
+        ow = (w + self.left + self.right - self.kw) // self.stride + 1
+        return n, oh, ow, self.o
+
+    def geometry(self, shape: tuple[int, ...]) -> cuda_conv.Geometry:
+        n, oh, ow, o = self.output(shape)
+        size = (self.kh, self.kw, self.stride, self.top, self.left)
+        return cuda_conv.Geometry(n, shape[1], shape[2], oh, ow, o, *size)
+
+    def bias(self, run: Run) -> DeviceArray:
+        return run.weights.data_of(f"{self.name}.bias")
+
+    # ---- the weight, as the kernels read it
+    def sixteen(self, run: Run) -> DeviceArray:
+        """BF16 (O, kh, kw, C), C rounded up to 8 with zeros."""
+        wide = round_up(self.c, 8)
+        padding = {"channels": wide, "stream": run.stream} if wide > self.c else {}
+        return shaped(run.weights.bf16_of(f"{self.name}.weight", **padding), (*self.shape[:3], wide))
+
+    def eight(self, run: Run) -> tuple[DeviceArray, DeviceArray]:
+        """E4M3 (O, kh, kw, C), C rounded up to 16 with zeros, and the outer scales (O,)."""
+        twin = self._twin(run)
+        if twin is not None:
+            return twin
+        w8 = run.empty((*self.shape[:3], round_up(self.c, 16)), "uint8")
+        return w8, self._quantised(run, {"expanded": w8})
+
+    def _twin(self, run: Run) -> tuple[DeviceArray, DeviceArray] | None:
+        """The twin that the weights keep; none of a weight whose channels are no multiple of a block."""
+        twin = run.weights.twin_of(f"{self.name}.weight") if self.c % 16 == 0 else None
+        return None if twin is None else (shaped(twin[0], self.shape), twin[1])
+
+    def _quantised(self, run: Run, results: dict[str, DeviceArray]) -> DeviceArray:
+        """Fills `results` with the quantised weight, of which no twin is kept; returns its outer scales."""
+        scale = run.empty((self.o,), "float32")
+        taps = self.kh * self.kw
+        weight = run.weights.data_of(f"{self.name}.weight")
+        quantize(run, weight, self.o * taps, self.c, self.c, taps, "full", results | {"outer_scale": scale})
+        return scale
+
+    def seen(self, run: Run, track: str) -> DeviceArray:
+        """BF16 (O, kh, kw, C) of the weight that the forward multiplied, for the gradient in the pictures."""
+        if track == "bf16" or run.backward == "master":
+            return self.sixteen(run)
+        twin = self._twin(run)
+        if twin is not None:
+            w8, scale = twin
+            return shaped(decoded(run, w8, None, scale, 1, (self.o, self.kh * self.kw * self.c)), self.shape)
+        packed, block = _packed(run, (*self.shape[:3], self.c), None)
+        scale = self._quantised(run, {"packed": packed, "block_scale": block})
+        return decoded(run, packed, block, scale, self.kh * self.kw, self.shape)
+
+
+# ---- what a product reads ----------------------------------------------------------------------------------
+class Feed(NamedTuple):
+    """Pictures as a product reads them.
+
+    x: E4M3 (N, H, W, C rounded up to 16) with `scale`, one for all or one a picture; or BF16, `scale` None.
+    again: a function of the `Run` that gives them in BF16 (N, H, W, C) in the backward; None where there
+    will be none.
+    """
+
+    x: DeviceArray
+    scale: DeviceArray | None
+    again: Callable[[Run], DeviceArray] | None
+
+
+def given(array: DeviceArray, run: Run) -> DeviceArray:
+    """`Feed.again` of an array that is kept."""
+    return array
+
+
+def _packed(run: Run, shape: tuple[int, ...], hold: str | None) -> tuple[DeviceArray, DeviceArray]:
+    """Memory for packed codes and block scales of pictures."""
+    width = round_up(shape[-1], 16)
+    codes = run.empty((*shape[:-1], width // 2), "uint8", hold)
+    return codes, run.empty((*shape[:-1], width // 16), "uint8", hold)
+
+
+class Norm:
+    """A group normalisation of the model."""
+
+    def __init__(self, name: str, module: Any):
+        self.name, self.groups, self.eps = name, module.groups, module.eps
+
+    def forward(self, run: Run, x: DeviceArray, silu: bool, **results: DeviceArray) -> None:
+        """Fills `results`: those of `cuda_norm.group_norm`."""
+        gamma, beta = (run.weights.data_of(f"{self.name}.{part}") for part in ("weight", "bias"))
+        cuda_norm.group_norm(x, gamma, beta, self.groups, self.eps, run.stream, silu=silu, **results)
+
+    def statistics(self, run: Run, x: DeviceArray) -> dict[str, DeviceArray]:
+        """Memory for mean and reciprocal deviation (N, groups), which the backward reads."""
+        shape = (x.shape[0], self.groups)
+        return {name: run.empty(shape, "float32", "statistics") for name in ("mean", "rstd")}
+
+    def backward(
+        self, run: Run, x: DeviceArray, g: DeviceArray, silu: bool, statistics: dict,
+        add: DeviceArray | None = None, dshift: DeviceArray | None = None,
+    ) -> DeviceArray:  # fmt: skip
+        """The gradient in x, + add; those of the parameters are added to theirs."""
+        gamma, beta = (run.weights.data_of(f"{self.name}.{part}") for part in ("weight", "bias"))
+        dgamma, dbeta = (run.gradients.grad_of(f"{self.name}.{part}") for part in ("weight", "bias"))
+        dx = run.empty(x.shape)
+        cuda_norm.group_norm_backward(x, g, gamma, beta, self.groups, run.stream, silu=silu, dx=dx, add=add,
+                                      dgamma=dgamma, dbeta=dbeta, dshift=dshift, **statistics)  # fmt: skip
+        return dx
+
+
+def normed(run: Run, norm: Norm, x: DeviceArray, silu: bool, track: str) -> tuple[Feed, dict]:
+    """The norm of x (and SiLU) as a product on `track` reads it, and the norm's statistics."""
+    statistics = norm.statistics(run, x) if run.recording else {}
+    if track == "fp4" and x.shape[3] % 16 == 0:
+        return _normed_fp4(run, norm, x, silu, statistics), statistics
+    y = run.empty(x.shape)
+    norm.forward(run, x, silu, y=y, **statistics)
+    if track == "fp4":
+        return pictures(run, y, track), statistics
+    again = None
+    if run.recording and run.save == "bf16":
+        run.hold("saved BF16", y)
+        again = partial(given, y)
+    elif run.recording:
+        again = partial(_normed_again, norm, x, silu)
+    return Feed(y, None, again), statistics
+
+
+def _normed_again(norm: Norm, x: DeviceArray, silu: bool, run: Run) -> DeviceArray:
+    y = run.empty(x.shape)
+    norm.forward(run, x, silu, y=y)
+    return y
+
+
+def _normed_fp4(run: Run, norm: Norm, x: DeviceArray, silu: bool, statistics: dict) -> Feed:
+    expanded, outer = run.empty(x.shape, "uint8"), run.empty((1,), "float32")
+    results = {"expanded": expanded, "outer_scale": outer, **statistics}
+    if not run.recording or run.save == "recompute":
+        norm.forward(run, x, silu, **results)
+        return Feed(expanded, outer, partial(_normed_fp4_again, norm, x, silu) if run.recording else None)
+    packed, block = _packed(run, x.shape, "saved FP4" if run.save == "packed" else None)
+    norm.forward(run, x, silu, packed=packed, block_scale=block, **results)
+    return Feed(expanded, outer, _kept(run, packed, block, outer, rows(x)[0], x.shape))
+
+
+def _normed_fp4_again(norm: Norm, x: DeviceArray, silu: bool, run: Run) -> DeviceArray:
+    packed, block = _packed(run, x.shape, None)
+    outer = run.empty((1,), "float32")
+    norm.forward(run, x, silu, packed=packed, block_scale=block, outer_scale=outer)
+    return decoded(run, packed, block, outer, rows(x)[0], x.shape)
+
+
+def _kept(run: Run, packed, block, outer, per_scale: int, shape) -> Callable[[Run], DeviceArray]:
+    """`Feed.again` of packed pictures: kept as they are, or decoded at once."""
+    if run.save == "packed":
+        return partial(_decoded_again, packed, block, outer, per_scale, shape)
+    value = decoded(run, packed, block, outer, per_scale, shape)
+    run.hold("saved BF16", value)
+    return partial(given, value)
+
+
+def _decoded_again(packed, block, outer, per_scale, shape, run: Run) -> DeviceArray:
+    return decoded(run, packed, block, outer, per_scale, shape)
+
+
+def pictures(run: Run, x: DeviceArray, track: str, kept: bool = False) -> Feed:
+    """BF16 pictures as a product on `track` reads them; FP4 with one outer scale a picture.
+
+    kept: whether something else keeps x for the backward.
+    """
+    keep = partial(given, x) if run.recording else None
+    if track == "bf16":
+        run.hold(None if kept else "saved BF16", x)
+        return Feed(x, None, keep)
+    n, h, w, c = x.shape
+    expanded = run.empty((n, h, w, round_up(c, 16)), "uint8")
+    results = {"expanded": expanded, "outer_scale": run.empty((n,), "float32")}
+    outer = results["outer_scale"]
+    again = None
+    if run.recording and run.save == "recompute":
+        run.hold(None if kept else "saved BF16", x)
+        again = partial(_quantised_again, x)
+    elif run.recording:
+        hold = "saved FP4" if run.save == "packed" else None
+        results["packed"], results["block_scale"] = _packed(run, x.shape, hold)
+    _quantise_pictures(run, x, results)
+    if run.recording and again is None:
+        again = _kept(run, results["packed"], results["block_scale"], outer, h * w, x.shape)
+    return Feed(expanded, outer, again)
+
+
+def _quantise_pictures(run: Run, x: DeviceArray, results: dict[str, DeviceArray]) -> None:
+    count, c, stride = rows(x)
+    quantize(run, x, count, c, stride, x.shape[1] * x.shape[2], "fast", results)
+
+
+def _quantised_again(x: DeviceArray, run: Run) -> DeviceArray:
+    packed, block = _packed(run, x.shape, None)
+    outer = run.empty((x.shape[0],), "float32")
+    _quantise_pictures(run, x, {"packed": packed, "block_scale": block, "outer_scale": outer})
+    return decoded(run, packed, block, outer, x.shape[1] * x.shape[2], x.shape)
+
+
+def upsampled(run: Run, x: DeviceArray, track: str) -> Feed:
+    """x at twice its size, each pixel as a 2 x 2 patch, as a product on `track` reads it."""
+    small = pictures(run, x, track)
+    again = None if small.again is None else partial(_upsampled_again, small.again)
+    return Feed(doubled(run, small.x), small.scale, again)
+
+
+def _upsampled_again(again: Callable[[Run], DeviceArray], run: Run) -> DeviceArray:
+    return doubled(run, again(run))
+
+
+def doubled(run: Run, x: DeviceArray) -> DeviceArray:
+    n, h, w, c = x.shape
+    y = run.empty((n, 2 * h, 2 * w, c), x.dtype)
+    cuda_elementwise.upsample(x, y, run.stream)
+    return y
+
+
+# ---- products ----------------------------------------------------------------------------------------------
+def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, **finish: Any) -> None:
+    """d = feed * weight + bias, with more of the epilogue's operands in `finish`."""
+    if feed.scale is None:
+        operands = {"x16": feed.x, "w16": layer.sixteen(run)}
+    else:
+        w8, scale = layer.eight(run)
+        operands = {"x8": feed.x, "w8": w8, "image_scale": feed.scale, "col_scale": scale}
+    geometry = layer.geometry(feed.x.shape)
+    cuda_conv.forward(geometry, d, run.stream, bias=layer.bias(run), **operands, **finish)
+
+
+def weight_gradient(run: Run, layer: Layer, x: DeviceArray, g: DeviceArray) -> None:
+    """Add the gradients of the weight and of the bias: x is what the product read, g the gradient in its
+    result, both BF16.
+    """
+    dw, db = (run.gradients.grad_of(f"{layer.name}.{part}") for part in ("weight", "bias"))
+    dw = shaped(dw, layer.shape)
+    cuda_conv.wgrad(layer.geometry(x.shape), g, x, dw, run.stream, db=db, accumulate=True)
+
+
+def input_gradient(run: Run, layer: Layer, track: str, g: DeviceArray, shape: tuple[int, ...],
+                   residual: DeviceArray | None = None, dtype: str = "bfloat16") -> DeviceArray:  # fmt: skip
+    """The gradient in what the product read (of `shape`), + residual."""
+    dx = run.empty(shape, dtype)
+    cuda_conv.dgrad(layer.geometry(shape), g, layer.seen(run, track), dx, run.stream, residual=residual)
+    return dx

@@ -1,0 +1,111 @@
+"""A residual block on the device: norm, SiLU, conv, + time embedding, norm, SiLU, conv, + shortcut.
+
+The quantiser sits in the norms, the time embedding, the biases and the residual in the convolutions, and a
+1x1 shortcut on the BF16 track beside an FP4 convolution is that convolution's second track: k-tiles of the
+same launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...adapters import DeviceArray
+from .blocks import summed
+from .products import Layer, Norm, input_gradient, normed, pictures, product, weight_gradient
+from .workspace import Run, converted, shaped
+
+
+class Kept(NamedTuple):
+    """What the backward needs; `again*` are those of the products' `Feed`."""
+
+    x: DeviceArray
+    h: DeviceArray  # the first convolution's result
+    again1: Any
+    again2: Any
+    again_shortcut: Any
+    again_time: Any
+    statistics1: dict
+    statistics2: dict
+    tracks: tuple[str, str, str, str]  # of both convolutions, the shortcut, the time's projection
+
+
+class ResnetBlock:
+    """See `nn.ResnetBlock2D`, of whose parameters `name` is the prefix."""
+
+    def __init__(self, name: str, module: Any):
+        self.norm1, self.norm2 = (Norm(f"{name}.{n}", getattr(module, n)) for n in ("norm1", "norm2"))
+        self.conv1, self.conv2 = (Layer(f"{name}.{n}", getattr(module, n)) for n in ("conv1", "conv2"))
+        self.projection = self._optional(name, module, "time_emb_proj")
+        self.shortcut = self._optional(name, module, "conv_shortcut")
+
+    @staticmethod
+    def _optional(name: str, module: Any, part: str) -> Layer | None:
+        found = getattr(module, part)
+        return None if found is None else Layer(f"{name}.{part}", found)
+
+    def output(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:3], self.conv2.o)
+
+    # ---- forward
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+        layers = (self.conv1, self.conv2, self.shortcut, self.projection)
+        tracks = tuple("" if layer is None else layer.track for layer in layers)
+        feed, statistics1 = normed(run, self.norm1, x, True, tracks[0])
+        again1, again_time, shift = feed.again, None, {}
+        if self.projection is not None:
+            time = run.time.feed(run, tracks[3])
+            image_bias = run.empty((x.shape[0], 1, 1, self.projection.o), "float32")
+            product(run, self.projection, time, image_bias)
+            again_time = time.again
+            shift["image_bias"] = shaped(image_bias, (x.shape[0], self.projection.o))
+        h = run.empty(self.output(x.shape), hold="saved BF16")
+        product(run, self.conv1, feed, h, **shift)
+        del feed
+        feed, statistics2 = normed(run, self.norm2, h, True, tracks[1])
+        finish, again_shortcut = self._residual(run, x, tracks)
+        product(run, self.conv2, feed, out, **finish)
+        if not run.recording:
+            return None
+        return Kept(x, h, again1, feed.again, again_shortcut, again_time, statistics1, statistics2, tracks)
+
+    def _residual(self, run: Run, x: DeviceArray, tracks: tuple) -> tuple[dict, Any]:
+        """What the second convolution adds, as operands of its launch; the shortcut's input again."""
+        if self.shortcut is None:
+            return {"residual": x}, None
+        feed = pictures(run, x, tracks[2], kept=True)
+        if tracks[1:3] == ("fp4", "bf16"):
+            weight = shaped(self.shortcut.sixteen(run), (self.shortcut.o, self.shortcut.c))
+            return {"x16": x, "w16": weight, "on_output": True, "bias2": self.shortcut.bias(run)}, feed.again
+        residual = run.empty(self.output(x.shape))
+        product(run, self.shortcut, feed, residual)
+        return {"residual": residual}, feed.again
+
+    # ---- backward
+    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        x, h, again1, again2, again_shortcut, again_time, statistics1, statistics2, tracks = kept
+        del kept
+        weight_gradient(run, self.conv2, again2(run), g)
+        d = input_gradient(run, self.conv2, tracks[1], g, h.shape)
+        dshift = None
+        if self.projection is not None:
+            dshift = run.empty((x.shape[0], self.projection.o), "float32")
+        dh = self.norm2.backward(run, h, d, True, statistics2, dshift=dshift)
+        del again2, h, d
+        if dshift is not None:
+            self._time_backward(run, again_time, tracks[3], dshift)
+        weight_gradient(run, self.conv1, again1(run), dh)
+        d = input_gradient(run, self.conv1, tracks[0], dh, x.shape)
+        del again1, dh
+        if self.shortcut is None:
+            add = summed(run, g, add)
+        else:
+            weight_gradient(run, self.shortcut, again_shortcut(run), g)
+            add = input_gradient(run, self.shortcut, tracks[2], g, x.shape, add)
+        return self.norm1.backward(run, x, d, True, statistics1, add)
+
+    def _time_backward(self, run: Run, again: Any, track: str, dshift: DeviceArray) -> None:
+        n, o = dshift.shape
+        g = converted(run, shaped(dshift, (n, 1, 1, o)), o)
+        weight_gradient(run, self.projection, again(run), g)
+        run.time_gradient = input_gradient(run, self.projection, track, g, run.time.value.shape,
+                                           run.time_gradient, "float32")  # fmt: skip

@@ -1,0 +1,134 @@
+"""What one pass of a network over a batch shares: the stream, the weights, the memory, and views of pictures.
+
+Pictures are `DeviceArray`s (N, H, W, C) in BF16 or E4M3 bytes whose pixels lie evenly spaced: an array of
+their own, or a range of channels of a wider one (`part`). Memory comes from the caller's framework, on its
+current stream, and goes back when the last `DeviceArray` over it does; nothing is read back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ... import device
+from ...adapters import ITEMSIZE, DeviceArray, contiguous_strides
+from ...backends import cuda
+from ...backends.cuda_gemm import DTYPES, FORMATS, filled, round_up
+
+SAVES = ("packed", "bf16", "recompute")
+GRADIENTS = ("twin", "master")
+
+
+class Run:
+    """One forward and the backward that belongs to it.
+
+    Attributes:
+        weights, gradients: `DeviceParameters` that the layers read, and to which gradients are added.
+        recording: whether a backward will follow.
+        save: how the inputs of FP4 products are kept for the weights' gradients: "packed" FP4, the decoded
+            values in "bf16", or not at all, "recompute". All give the same gradients. The BF16 track keeps
+            them with "bf16" and computes them again otherwise.
+        backward: what the gradient in the input of an FP4 layer is made with, the "twin" or the "master".
+        held: bytes kept for the backward, by kind.
+        time, time_gradient: the embedding that the residual blocks read (N, 1, 1, D), and the sum of their
+            gradients in it.
+    """
+
+    def __init__(
+        self, weights: Any, gradients: Any, like: DeviceArray, recording: bool, save: str, backward: str
+    ):
+        self.weights, self.gradients, self.like = weights, gradients, like
+        self.recording, self.save, self.backward = recording, save, backward
+        self.stream = device.launch("unet2d", None, (like,))
+        self.held: Counter = Counter()
+        self.time: Any = None
+        self.time_gradient: DeviceArray | None = None
+
+    def empty(self, shape: Sequence[int], dtype: str = "bfloat16", hold: str | None = None) -> DeviceArray:
+        """New memory; `hold` is the kind under which it is counted where it is kept for the backward."""
+        made = device.empty(shape, dtype, like=self.like)
+        self.hold(hold, made)
+        return made
+
+    def hold(self, kind: str | None, *arrays: DeviceArray) -> None:
+        """Count `arrays` as kept for the backward."""
+        if kind is not None and self.recording:
+            self.held[kind] += sum(a.nbytes for a in arrays)
+
+    def on_this_stream(self) -> Run:
+        """Work from here on goes to the stream that is current now: the backward may run on another."""
+        self.stream = device.launch("unet2d", None, (self.like,))
+        return self
+
+
+# ---- views -------------------------------------------------------------------------------------------------
+def seen(x: DeviceArray, shape: tuple, strides: tuple, address: int | None = None) -> DeviceArray:
+    """x's memory with another shape and strides."""
+    address = x.address if address is None else address
+    return DeviceArray(address, shape, strides, x.dtype, x.device, x.framework, x.owner, x.name)
+
+
+def part(x: DeviceArray, start: int, count: int) -> DeviceArray:
+    """`count` channels of pictures from `start` on, a view."""
+    return seen(x, (*x.shape[:-1], count), x.strides, x.address + start * ITEMSIZE[x.dtype])
+
+
+def shaped(x: DeviceArray, shape: Sequence[int]) -> DeviceArray:
+    """A C-contiguous array in another shape, a view."""
+    shape = tuple(shape)
+    return seen(x, shape, contiguous_strides(shape))
+
+
+def rows(x: DeviceArray) -> tuple[int, int, int]:
+    """(rows, channels, stride from row to row) of pictures, a row being a pixel."""
+    n, h, w, c = x.shape
+    return n * h * w, c, x.strides[2]
+
+
+# ---- conversions -------------------------------------------------------------------------------------------
+def converted(run: Run, x: DeviceArray, channels: int, dtype: str = "bfloat16") -> DeviceArray:
+    """Pictures in another dtype, in `channels` channels: those that `x` lacks are zero."""
+    count, c, stride = rows(x)
+    made = run.empty((*x.shape[:-1], channels), dtype)
+    device.call("convert", x.address, DTYPES[x.dtype], 1, count, c, 0, stride, 1, made.address, DTYPES[dtype],
+                channels, run.stream)  # fmt: skip
+    return made
+
+
+# ---- FP4 ---------------------------------------------------------------------------------------------------
+def quantize(run: Run, x: DeviceArray, count: int, k: int, stride: int, per_scale: int, search: str,
+             results: dict[str, DeviceArray]) -> None:  # fmt: skip
+    """nvfp4_exact of `count` rows of `k` elements, one outer scale for each `per_scale` rows.
+
+    results: any of "expanded" (count, width), "packed" with "block_scale", "outer_scale".
+    """
+    fields: dict[str, Any] = {
+        "x": x.address, "rows": count, "k_size": k, "after": 1, "x_stride": stride, "k_stride": 1,
+        "dtype": DTYPES[x.dtype], "format": FORMATS["nvfp4_exact"], "search": int(search == "fast"),
+        "mid": per_scale, "inner": 1,
+    }  # fmt: skip
+    fields |= {name: array.address for name, array in results.items()}
+    if "expanded" in results:
+        fields["expanded_stride"] = results["expanded"].shape[-1]
+    args = filled("fp4bf16_quantize_args", fields)
+    library = cuda.load()
+    size = int(library.lib.fp4bf16_quantize_workspace_size(args))
+    if size > 0:
+        args.workspace = library.ffi.cast("void*", run.empty((size,), "uint8").address)
+    device.call("quantize", args, run.stream)
+
+
+def decoded(run: Run, packed: DeviceArray, block: DeviceArray | None, outer: DeviceArray, per_scale: int,
+            shape: Sequence[int]) -> DeviceArray:  # fmt: skip
+    """BF16 of packed nvfp4_exact, exactly; without `block` of E4M3 bytes. Rows run along the last axis, and
+    lie a multiple of 16 bytes apart.
+    """
+    k = shape[-1]
+    made = run.empty((*shape[:-1], round_up(k, 8)))
+    count, stride = math.prod(shape[:-1]), made.shape[-1]
+    device.call("dequantize", FORMATS["fp8" if block is None else "nvfp4_exact"], packed.address,
+                0 if block is None else block.address, outer.address, count, k, per_scale, 1, made.address,
+                DTYPES["bfloat16"], 1, stride, 1, run.stream)  # fmt: skip
+    return part(made, 0, k)

@@ -1,0 +1,182 @@
+"""The state of a run: position, results, checkpoints, interruption. Its weights are in an engine (`engine`).
+
+All randomness is drawn per (seed, purpose, step), so the state is no more than weights, moments and a
+position. The stages move the run on; after each step they call `Run.done`, the only place where a run can
+be left and taken up.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from ..align.judges import Judge
+from ..align.rollout import choose_prompts
+from ..diffusion.noise import subseed
+from ..errors import CheckpointError, ShapeError
+from .checkpoint import give, take
+from .config import Config
+from .data import Pairs, Vocabulary, load_pairs
+from .denoiser import Denoiser
+from .engine import make_engine
+from .folder import RunFolder
+from .progress import Progress
+from .weights import Start
+
+STAGES = ("base", "judges", "evaluate_base", "align", "evaluate", "finished")
+
+
+class Stopped(Exception):
+    """The user or the system asked the run to stop; what is done is saved."""
+
+
+class Stop:
+    """Ctrl-C and SIGTERM: the first asks the run to stop after its current step, the second stops it at
+    once.
+    """
+
+    def __init__(self, say):
+        self.asked, self._say, self._before = 0, say, {}
+
+    def __enter__(self) -> Stop:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[name] = signal.signal(name, self._ask)
+            except ValueError:  # not the main thread: the host program handles signals
+                pass
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for name, handler in self._before.items():
+            signal.signal(name, handler)
+
+    def _ask(self, number: int, _: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = number
+        self._say("stopping after this step, then saving; press Ctrl-C again to stop at once")
+
+
+class Run:
+    """The state of a run, in its folder."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        progress: Progress,
+        stop: Stop,
+        device: str = "cpu",
+        start: Start | None = None,
+    ):
+        self.config, self.folder, self.progress, self.stop = config, folder, progress, stop
+        self.pairs: Pairs = load_pairs(config.size)
+        word = config.word or None
+        self.train_pairs = self.pairs.select(role="policy", word=word)
+        evaluated = self.pairs.select(word=word) if word else self.pairs
+        self.eval_captions = tuple(
+            caption
+            for caption, role in zip(evaluated.captions, evaluated.roles, strict=True)
+            if role in ("policy", "evaluation")
+        )
+        choose_prompts(self.train_pairs.captions, config.align.prompts, 0, 0)  # too few: said before training
+        self.model = Denoiser(config, Vocabulary.of(self.train_pairs.captions))
+        if start is not None:
+            start.check(config, self.model)
+        self.start = start
+        self.engine = make_engine(device, self.model, config)
+        self.judges: dict[str, Judge] = {}
+        self.arrays: dict[str, np.ndarray] = {}  # pictures and scores of the evaluations
+        self.results: dict[str, Any] = {}  # numbers of the evaluations, needed at the end
+        self.stage, self.step = STAGES[0], 0
+        self._began, self._before = time.monotonic(), 0.0
+
+    # -------------------------------------------------------------------------------------------- position
+
+    def seed(self, purpose: str) -> int:
+        """The seed of one purpose of this run."""
+        return subseed(self.config.seed, purpose)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of this run so far, over all its processes."""
+        return self._before + time.monotonic() - self._began
+
+    def log(self, **values: Any) -> None:
+        """One line of the metrics, stamped with stage and time; numbers that are not finite become null."""
+        line = {"stage": self.stage, **values, "seconds": round(self.seconds, 3)}
+        self.folder.log(**{k: _finite(v) for k, v in line.items()})
+
+    def done(self, step: int, save: bool = False) -> None:
+        """Step number `step` of the stage (from 1) is complete. Saves where asked or before stopping."""
+        self.step = step
+        if save or self.stop.asked:
+            self.save()
+        if self.stop.asked:
+            raise Stopped(int(self.stop.asked))
+
+    def enter(self, stage: str) -> None:
+        """The stage is complete: go on to the next one, saved."""
+        self.stage = stage
+        self.done(0, save=True)
+
+    def begin_with(self, start: Start) -> None:
+        """Skip the base training: its model is `start`."""
+        self.engine.begin_alignment(start.arrays)
+        self.log(step=0, **start.identity())
+        self.enter("judges")
+
+    # ------------------------------------------------------------------------------------------ checkpoint
+
+    def save(self) -> None:
+        """Write the checkpoint: everything that the next step reads."""
+        arrays = self.engine.state()
+        for name, judge in self.judges.items():
+            arrays |= give(judge.state_dict(), f"judge.{name}")
+        meta = {
+            "config": self.config.to_dict(),
+            "stage": self.stage,
+            "step": self.step,
+            "updates": self.engine.updates,
+            "words": list(self.model.vocabulary.words),
+            "results": self.results,
+        }
+        self.folder.save(arrays | give(self.arrays, "result"), meta)
+
+    def restore(self, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+        """Take up the state that `save` wrote; `CheckpointError` when it does not fit this configuration."""
+        try:
+            self.engine.restore(arrays, int(meta["updates"]), aligning=meta["stage"] != "base")
+            for name in ("reward", "heldout"):
+                if state := take(arrays, f"judge.{name}"):
+                    self.judges[name] = Judge.from_state(name, self.config.judge.width, state)
+            self.arrays, self.results = take(arrays, "result"), meta["results"]
+            self.stage, self.step = meta["stage"], int(meta["step"])
+            if self.stage not in STAGES:
+                raise KeyError(f"stage {self.stage!r}")
+        except (KeyError, ShapeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder.checkpoint_file}: does not fit this version of the trainer ({error}); "
+                f"name another folder with --out"
+            ) from error
+        lines = self.folder.metrics()
+        self._before = lines[-1]["seconds"] if lines else 0.0
+        self._began = time.monotonic()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, (float, np.floating)):
+        return float(value) if math.isfinite(value) else None
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def peak_rss_mb() -> float:
+    """Largest resident memory of this process so far, in MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (1024 if sys.platform != "darwin" else 1024**2), 1)

@@ -1,0 +1,244 @@
+// fp4bf16_group_norm and its gradient: checks, how tiles are cut, choice of the kernels.
+#include "norm.cuh"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numeric>
+
+namespace fp4bf16 {
+namespace {
+
+constexpr int64_t kLimit = int64_t{1} << 40;
+
+fp4bf16_status check_range(const char* function, const char* name, int64_t v, int64_t low, int64_t high) {
+    if (v >= low && v <= high) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but %lld to %lld is needed", function, name,
+                static_cast<long long>(v), static_cast<long long>(low), static_cast<long long>(high));
+}
+
+// Numbers of either direction.
+template <typename Args>
+fp4bf16_status check_numbers(const char* f, const Args& a) {
+    FP4BF16_TRY(check_range(f, "n", a.n, 0, kLimit));
+    FP4BF16_TRY(check_range(f, "pixels", a.pixels, 0, kLimit));
+    FP4BF16_TRY(check_range(f, "c", a.c, 0, kLimit));
+    FP4BF16_TRY(check_range(f, "groups", a.groups, 1, kLimit));
+    if (static_cast<double>(a.n) * static_cast<double>(a.pixels) * static_cast<double>(a.c) > 0x1p60)
+        return fail(FP4BF16_INVALID_ARGUMENT, "%s: n * pixels * c is %lld * %lld * %lld, but at most 2^60", f,
+                    static_cast<long long>(a.n), static_cast<long long>(a.pixels),
+                    static_cast<long long>(a.c));
+    if (a.c % a.groups != 0)
+        return fail(FP4BF16_INVALID_ARGUMENT, "%s: c is %lld, but must be a multiple of groups, %lld", f,
+                    static_cast<long long>(a.c), static_cast<long long>(a.groups));
+    if (a.activation == FP4BF16_NONE || a.activation == FP4BF16_SILU) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "%s: activation is %d, but FP4BF16_NONE (0) or FP4BF16_SILU (1) is "
+                "needed",
+                f, static_cast<int>(a.activation));
+}
+
+template <typename Args>
+bool empty(const Args& a) {
+    return a.n == 0 || a.pixels == 0 || a.c == 0;
+}
+
+// A picture: pointer and strides. What is written must not overlap itself.
+template <typename Args>
+fp4bf16_status check_picture(const char* f, const Args& a, const char* name, const void* pointer,
+                             int64_t image, int64_t pixel, bool written) {
+    FP4BF16_TRY(check_pointer(f, name, pointer, 2));
+    const int64_t low = written ? a.c : -kLimit;
+    char stride[32];
+    std::snprintf(stride, sizeof stride, "%s_image", name);
+    if (a.n > 1) FP4BF16_TRY(check_range(f, stride, image, low, kLimit));
+    std::snprintf(stride, sizeof stride, "%s_pixel", name);
+    return a.pixels > 1 ? check_range(f, stride, pixel, low, kLimit) : FP4BF16_OK;
+}
+
+fp4bf16_status check_floats(const char* f, const char* name, const float* pointer, bool optional) {
+    return pointer == nullptr && optional ? FP4BF16_OK : check_pointer(f, name, pointer, alignof(float));
+}
+
+// ---- tiles
+// Channels of a tile: the least multiple of `unit` that divides c and is at least `want`, or the one below it
+// where that is more than twice as much.
+int64_t tile_width(int64_t c, int64_t unit, int64_t want) {
+    int64_t below = unit;
+    for (int64_t width = unit; width <= c; width += unit) {
+        if (c % width != 0) continue;
+        if (width >= want) return width > 2 * want ? below : width;
+        below = width;
+    }
+    return below;
+}
+
+// Whether tiles of this width fit; the plan then is complete.
+bool cut(const NormShape& shape, int64_t width, int64_t tile_bytes, NormPlan* p) {
+    const int64_t most_bytes = shape.clusters ? 200 << 10 : 88 << 10, chunks = width / 8;
+    int64_t parts = 1;
+    while (shape.clusters && parts < kTeam &&
+           4 * ceil_div(shape.pixels, parts) * width * shape.bytes > 5 * tile_bytes)
+        parts *= 2;
+    const int64_t part = ceil_div(shape.pixels, parts), bytes = part * width * shape.bytes;
+    if (chunks > kNormThreads / 2 || bytes > most_bytes || part > 2047) return false;
+    // Rows, and with them every sum's order, do not depend on n: an image gives the same bits in any batch.
+    const int64_t room = parts > 1 ? 1 : std::max<int64_t>(1, tile_bytes / bytes);
+    const int64_t most_images = std::min(room, kNormThreads / chunks),
+                  images = std::min(most_images, shape.n);
+    const int64_t aimed = most_images * part * width / shape.per_thread;
+    const int64_t threads = std::min<int64_t>(kNormThreads, std::max<int64_t>(64, aimed));
+    int64_t rows = std::max<int64_t>(1, std::min(part, threads / (most_images * chunks)));
+    const int64_t even = 16 / std::gcd<int64_t>(16, chunks);  // rows whose chunks are a multiple of 16
+    if (rows >= even) rows -= rows % even;
+    if (part > 128 * rows) return false;  // bits of store_fp4's special blocks
+    p->pixels = static_cast<int>(shape.pixels), p->width = static_cast<int>(width);
+    p->chunks = static_cast<int>(chunks), p->group = static_cast<int>(shape.c / shape.groups);
+    p->images = static_cast<int>(images), p->part = static_cast<int>(part);
+    p->parts = static_cast<int>(parts), p->rows = static_cast<int>(rows);
+    p->tiles = static_cast<int>(shape.c / width);
+    p->threads = static_cast<int>(32 * ceil_div(images * rows * chunks, 32));
+    p->swizzle = rows * chunks % 16 == 0;
+    p->blocks = ceil_div(shape.n, images);
+    p->by_chunks = reciprocal_of(p->chunks), p->by_rows = reciprocal_of(p->rows);
+    p->by_pairs = reciprocal_of(std::max(1, p->chunks / 2)), p->by_double_rows = reciprocal_of(2 * p->rows);
+    p->by_units = reciprocal_of(p->group / 4);
+    return int64_t{p->tiles} * p->parts <= 0x7FFFFFFF && p->blocks <= int64_t{65535} * 65535;
+}
+
+}  // namespace
+
+bool norm_plan(const NormShape& shape, NormPlan* plan) {
+    const int64_t group = shape.c / shape.groups, unit = std::lcm(group, shape.align);
+    if (group % 4 != 0 || shape.c % shape.align != 0 || unit > 4 * kNormThreads) return false;
+    const int64_t tile_bytes = shape.bytes << 14;
+    const int64_t want = tile_bytes / (shape.bytes * std::min<int64_t>(shape.pixels, 256));
+    return cut(shape, tile_width(shape.c, unit, std::min<int64_t>(want, 4 * kNormThreads)), tile_bytes,
+               plan) ||
+           cut(shape, unit, tile_bytes, plan);
+}
+
+namespace {
+
+bool strides_fit(const void* pointer, int64_t image, int64_t pixel) {
+    return pointer == nullptr || (aligned(pointer, 16) && image % 8 == 0 && pixel % 8 == 0);
+}
+
+// ---- forward
+bool gives_fp4(const fp4bf16_group_norm_args& a) { return a.expanded != nullptr || a.packed != nullptr; }
+
+bool forward_plan(const fp4bf16_group_norm_args& a, bool clusters, NormPlan* plan) {
+    // The same tiles, and so the same bits of y, with and without FP4 results.
+    const NormShape shape = {a.n, a.pixels, a.c, a.groups, a.c % 16 == 0 ? 16 : 8, 2, 128, clusters};
+    return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.y, a.y_image, a.y_pixel) &&
+           (a.expanded == nullptr || aligned(a.expanded, 16)) &&
+           (a.packed == nullptr || aligned(a.packed, 8)) && norm_plan(shape, plan);
+}
+
+// Room for the statistics that the caller does not want, where the kernels pass them in memory. Does not ask
+// for the device: without clusters fewer shapes fit.
+int64_t forward_workspace(const fp4bf16_group_norm_args& a) {
+    NormPlan plan;
+    if (empty(a) || (a.mean != nullptr && a.rstd != nullptr) || forward_plan(a, false, &plan)) return 0;
+    return 2 * a.n * a.groups * static_cast<int64_t>(sizeof(float));
+}
+
+fp4bf16_status check_forward(const fp4bf16_group_norm_args& a) {
+    const char* f = "group_norm";
+    FP4BF16_TRY(check_picture(f, a, "x", a.x, a.x_image, a.x_pixel, false));
+    FP4BF16_TRY(check_floats(f, "gamma", a.gamma, false));
+    FP4BF16_TRY(check_floats(f, "beta", a.beta, false));
+    FP4BF16_TRY(check_floats(f, "mean", a.mean, true));
+    FP4BF16_TRY(check_floats(f, "rstd", a.rstd, true));
+    if (a.y != nullptr) FP4BF16_TRY(check_picture(f, a, "y", a.y, a.y_image, a.y_pixel, true));
+    if (!gives_fp4(a)) return FP4BF16_OK;
+    if (a.c % 16 != 0)
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "group_norm: c is %lld, but FP4 results need a multiple of 16; quantise y by itself",
+                    static_cast<long long>(a.c));
+    if (a.packed != nullptr && a.block_scale == nullptr)
+        return fail(FP4BF16_INVALID_ARGUMENT, "group_norm: block_scale is NULL, but packed needs it");
+    return check_floats(f, "outer_scale", a.outer_scale, false);
+}
+
+// ---- backward
+// Two rows of partial sums an image at most, and what the kernels for any shape pass in memory.
+int64_t backward_floats(const fp4bf16_group_norm_backward_args& a) { return a.n * (3 * a.c + 2 * a.groups); }
+
+fp4bf16_status check_backward(const fp4bf16_group_norm_backward_args& a) {
+    const char* f = "group_norm_backward";
+    FP4BF16_TRY(check_picture(f, a, "x", a.x, a.x_image, a.x_pixel, false));
+    FP4BF16_TRY(check_picture(f, a, "g", a.g, a.g_image, a.g_pixel, false));
+    if (a.add != nullptr) FP4BF16_TRY(check_picture(f, a, "add", a.add, a.add_image, a.add_pixel, false));
+    FP4BF16_TRY(check_picture(f, a, "dx", a.dx, a.dx_image, a.dx_pixel, true));
+    FP4BF16_TRY(check_floats(f, "gamma", a.gamma, false));
+    FP4BF16_TRY(check_floats(f, "beta", a.beta, false));
+    FP4BF16_TRY(check_floats(f, "mean", a.mean, false));
+    FP4BF16_TRY(check_floats(f, "rstd", a.rstd, false));
+    FP4BF16_TRY(check_floats(f, "dgamma", a.dgamma, true));
+    FP4BF16_TRY(check_floats(f, "dbeta", a.dbeta, true));
+    FP4BF16_TRY(check_floats(f, "dshift", a.dshift, true));
+    return check_pointer(f, "workspace", a.workspace, 16);
+}
+
+bool backward_plan(const fp4bf16_group_norm_backward_args& a, bool clusters, NormPlan* plan) {
+    const NormShape shape = {a.n, a.pixels, a.c, a.groups, 8, 4, 64, clusters};
+    return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.g, a.g_image, a.g_pixel) &&
+           strides_fit(a.add, a.add_image, a.add_pixel) && strides_fit(a.dx, a.dx_image, a.dx_pixel) &&
+           norm_plan(shape, plan);
+}
+
+}  // namespace
+}  // namespace fp4bf16
+
+using namespace fp4bf16;
+
+extern "C" int64_t fp4bf16_group_norm_workspace_size(const fp4bf16_group_norm_args* args) {
+    if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "group_norm: args is NULL"), -1;
+    return check_numbers("group_norm", *args) == FP4BF16_OK ? forward_workspace(*args) : -1;
+}
+
+extern "C" fp4bf16_status fp4bf16_group_norm(const fp4bf16_group_norm_args* args, void* stream) {
+    if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "group_norm: args is NULL");
+    NormJob job{*args, {}};
+    FP4BF16_TRY(check_numbers("group_norm", job.a));
+    if (!(job.a.eps >= 0.0f && std::isfinite(job.a.eps)))
+        return fail(FP4BF16_INVALID_ARGUMENT, "group_norm: eps is %g, but must be finite and at least 0",
+                    static_cast<double>(job.a.eps));
+    if (empty(job.a)) return FP4BF16_OK;
+    FP4BF16_TRY(check_forward(job.a));
+    int major = 0, minor = 0;
+    FP4BF16_TRY(compute_capability("group_norm", &major, &minor));
+    const auto s = static_cast<cudaStream_t>(stream);
+    if (forward_plan(job.a, major >= 9, &job.plan)) return norm_forward(job, s);
+    float *mean = job.a.mean, *rstd = job.a.rstd;
+    if (mean == nullptr || rstd == nullptr) {
+        FP4BF16_TRY(check_pointer("group_norm", "workspace", job.a.workspace, alignof(float)));
+        const auto room = static_cast<float*>(job.a.workspace);
+        mean = mean == nullptr ? room : mean;
+        rstd = rstd == nullptr ? room + job.a.n * job.a.groups : rstd;
+    }
+    return norm_simple(job.a, mean, rstd, s);
+}
+
+extern "C" int64_t fp4bf16_group_norm_backward_workspace_size(const fp4bf16_group_norm_backward_args* args) {
+    if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "group_norm_backward: args is NULL"), -1;
+    if (check_numbers("group_norm_backward", *args) != FP4BF16_OK) return -1;
+    return backward_floats(*args) * static_cast<int64_t>(sizeof(float));
+}
+
+extern "C" fp4bf16_status fp4bf16_group_norm_backward(const fp4bf16_group_norm_backward_args* args,
+                                                      void* stream) {
+    if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "group_norm_backward: args is NULL");
+    NormBackwardJob job{*args, {}, nullptr};
+    FP4BF16_TRY(check_numbers("group_norm_backward", job.a));
+    if (empty(job.a)) return FP4BF16_OK;
+    FP4BF16_TRY(check_backward(job.a));
+    int major = 0, minor = 0;
+    FP4BF16_TRY(compute_capability("group_norm_backward", &major, &minor));
+    const auto s = static_cast<cudaStream_t>(stream);
+    const auto room = static_cast<float*>(job.a.workspace);
+    if (!backward_plan(job.a, major >= 9, &job.plan)) return norm_backward_simple(job.a, room, s);
+    job.partial = job.a.dgamma == nullptr && job.a.dbeta == nullptr ? nullptr : room;
+    return norm_backward(job, s);
+}

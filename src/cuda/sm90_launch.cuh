@@ -1,0 +1,40 @@
+// Launch of a persistent kernel of clusters: as many as the device holds at once, or as there is work for.
+#pragma once
+
+#include <atomic>
+
+#include "common.h"
+
+namespace fp4bf16 {
+
+// `kKernel` takes `params` by value; C tells threads, cluster and shared memory.
+template <class C, auto kKernel, class Params>
+fp4bf16_status launch_persistent(const char* op, const Params& params, int64_t units, cudaStream_t stream) {
+    static std::atomic<int> known[64];  // clusters that a device holds at once; 0: not asked yet
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = C::kCluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t launch{};
+    launch.blockDim = dim3(C::kThreads);
+    launch.dynamicSmemBytes = C::kSharedBytes;
+    launch.stream = stream;
+    launch.attrs = &cluster;
+    launch.numAttrs = 1;
+    int device = 0, clusters = 0;
+    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), op));
+    if (device < 64) clusters = known[device].load();
+    if (clusters == 0) {
+        FP4BF16_TRY(cuda_result(
+            cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), op));
+        launch.gridDim = dim3(C::kCluster);
+        FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch), op));
+        if (clusters < 1) clusters = 1;  // another process may hold part of the GPU: the grid then waits
+        if (device < 64) known[device] = clusters;
+    }
+    if (units < clusters) clusters = static_cast<int>(units);
+    launch.gridDim = dim3(static_cast<unsigned>(C::kCluster * clusters));
+    const cudaError_t error = cudaLaunchKernelEx(&launch, kKernel, params);
+    return cuda_result(error != cudaSuccess ? error : cudaGetLastError(), op);
+}
+
+}  // namespace fp4bf16

@@ -1,0 +1,207 @@
+"""The trainer on a GPU: graphs and calls, a run, its resumption byte for byte, its loss beside the CPU's."""
+
+from __future__ import annotations
+
+import io
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
+pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
+
+from fp4bf16.backends import cuda  # noqa: E402
+from fp4bf16.nn.cuda import graph  # noqa: E402
+from fp4bf16.train import checkpoint, progress  # noqa: E402
+from fp4bf16.train.cli import load_model  # noqa: E402
+from fp4bf16.train.config import get_preset, override  # noqa: E402
+from fp4bf16.train.data import Vocabulary, load_pairs  # noqa: E402
+from fp4bf16.train.denoiser import Denoiser  # noqa: E402
+from fp4bf16.train.engine import BaseData, HostEngine, PairData, make_engine, make_sampler  # noqa: E402
+from fp4bf16.train.run import train  # noqa: E402
+from fp4bf16.train.stages import base_data, learning_rate  # noqa: E402
+from fp4bf16.train.state import Run, Stopped  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cupy(library):
+    if not cuda.devices():
+        pytest.skip("no GPU")
+    return pytest.importorskip("cupy", reason="the extra 'cuda' is not installed")
+
+
+def said(log: io.StringIO | None = None) -> progress.Progress:
+    return progress.Progress(log or io.StringIO())
+
+
+def lines(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def engines(config):
+    pairs = load_pairs(config.size).select(role="policy", word=config.word or None)
+    model = Denoiser(config, Vocabulary.of(pairs.captions))
+    return make_engine("cuda", model, config), base_data(pairs, model, lambda name: len(name))
+
+
+def test_graphs_do_what_calls_do(monkeypatch, rng):
+    """Base and DPO steps, captured and not, bit for bit; a whole emoji32 network, odd last batch and all."""
+    config = override(get_preset("emoji32"), ["base.batch=48", "align.prompts=2"])
+    states = []
+    pictures = np.tanh(rng.standard_normal((2, 3, 16, 16, 12))).astype(np.float32)
+    row, t = rng.integers(0, 3, 7), rng.integers(0, 1000, 7)
+    for captured in (True, False):
+        if not captured:
+            monkeypatch.setattr(graph, "_Captured", graph._Eager)
+        engine, data = engines(config)
+        results = [engine.base_step(data, step, 1e-3) for step in range(4)]
+        engine.begin_alignment()
+        bags = (np.arange(3 * len(engine.model.vocabulary)) % 97 == 0).reshape(3, -1).astype(np.float32)
+        pairs = PairData(*pictures, bags, row, t, (1, 2))
+        engine.begin_pairs(pairs)
+        results += [engine.dpo_step(pairs, some, 1e-4) for some in (slice(0, 4), slice(4, 7), slice(0, 4))]
+        drawn = engine.draw(range(5), ["angry face"] * 5, 3, "fp4")
+        assert np.isfinite(drawn).all() and all(r.finite for r in results)
+        states.append((results, engine.state(), drawn))
+    (a, one, drawn), (b, two, again) = states
+    assert a == b
+    np.testing.assert_array_equal(drawn, again)
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, two[name], err_msg=name)
+    assert engine.updates == 3
+
+
+def test_broken_gradient_updates_nothing():
+    engine, data = engines(get_preset("ci"))
+    assert engine.base_step(data, 0, 1e-3).finite
+    before = engine.state()
+    broken = BaseData(np.full_like(data.pictures, np.nan), data.captions, data.seeds, data.levels)
+    result = engine.base_step(broken, 1, 1e-3)
+    assert not result.finite and engine.updates == 1
+    for name, array in engine.state().items():
+        np.testing.assert_array_equal(array, before[name])
+    assert engine.base_step(data, 1, 1e-3).finite and engine.updates == 2
+
+
+def test_memory_does_not_grow():
+    engine, data = engines(get_preset("ci"))
+    for step in range(3):
+        engine.base_step(data, step, 1e-3)
+    before = engine.memory()["gpu_mb"]
+    for step in range(3, 40):
+        engine.base_step(data, step, 1e-3)
+    assert engine.memory()["gpu_mb"] == before
+
+
+def test_unconditional_network_learns():
+    """Without captions, and with FP4 in the forward: the loss of one batch falls."""
+    from fp4bf16 import nn
+    from fp4bf16.diffusion.schedules import get_schedule
+    from fp4bf16.train.device import CudaEngine
+
+    config = override(get_preset("ci"), ["base.batch=32"])
+    unet = nn.UNet2D(nn.UNetConfig.tiny(block_out_channels=(32, 64)), seed=3)
+    unet.apply_route(config.route)
+    model = SimpleNamespace(unet=unet, schedule=get_schedule("cosine"), prediction="v", shape=(8, 8, 12),
+                            config=config)  # fmt: skip
+    pictures = Denoiser(config, Vocabulary.of(["face"])).fold(load_pairs(16).images[0, :32])
+    data = BaseData(pictures, None, {"row": 1, "t": 2, "noise": 3, "drop": 4}, 1000)
+    losses = [engine_step.loss for engine_step in _steps(CudaEngine(model, config, track=None), data, 60)]
+    assert np.mean(losses[-10:]) < 0.7 * np.mean(losses[:5])
+
+
+def _steps(engine, data, count):
+    return [engine.base_step(data, step, 2e-3) for step in range(count)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cupy):
+    """The preset `ci` on the GPU, undisturbed."""
+    out = tmp_path_factory.mktemp("gpu") / "run"
+    train(get_preset("ci"), out, said(), "cuda")
+    return out
+
+
+def test_run(whole):
+    config = json.loads((whole / "config.json").read_text())
+    assert config["device"] == f"cuda: {cuda.load().device(0).name}"
+    found = lines(whole)
+    assert found[-1]["stage"] == "summary" and found[-1]["pictures"] == 24
+    assert [line["first_loss"] for line in found if line["stage"] == "align"][0] == np.log(2)
+    assert all(line["gpu_mb"] > 0 for line in found if line["stage"] == "base")
+    assert found[-1]["unhealthy"] == 0
+
+
+def test_same_command_gives_the_same_bytes(whole, tmp_path):
+    train(get_preset("ci"), tmp_path / "run", said(), "cuda")
+    again = (tmp_path / "run" / "checkpoint.safetensors").read_bytes()
+    assert again == (whole / "checkpoint.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("stage, step", [("base", 17), ("align", 1)])
+def test_stopped_and_gone_on_with_gives_the_same_bytes(whole, tmp_path, monkeypatch, stage, step):
+    out, real = tmp_path / "run", Run.done
+
+    def done(self, at, save=False):
+        if (self.stage, at) == (stage, step):
+            self.stop.asked = 2
+        real(self, at, save)
+
+    monkeypatch.setattr(Run, "done", done)
+    with pytest.raises(Stopped):
+        train(get_preset("ci"), out, said(), "cuda")
+    monkeypatch.setattr(Run, "done", real)
+    train(get_preset("ci"), out, said(), "cuda")
+    assert (out / "checkpoint.safetensors").read_bytes() == (whole / "checkpoint.safetensors").read_bytes()
+
+
+def test_loss_beside_the_cpus(whole, tmp_path):
+    """The same draws in the same order: step by step the losses are close, for the CPU rounds the operands of
+    products to BF16 and the GPU activations too."""
+    config = get_preset("ci")
+    pairs = load_pairs(config.size).select(role="policy", word=config.word)
+    model = Denoiser(config, Vocabulary.of(pairs.captions))
+    from fp4bf16.diffusion.noise import subseed
+
+    host = HostEngine(model, config)
+    data, c = base_data(pairs, model, lambda name: subseed(config.seed, name)), config.base
+    want = [host.base_step(data, s, learning_rate(s, c.steps, c.lr, c.decay)).loss for s in range(c.steps)]
+    got = [line["loss"] for line in lines(whole) if line["stage"] == "base"]
+    np.testing.assert_allclose(got[0], want[0], rtol=5e-3)
+    np.testing.assert_allclose(got, want, rtol=0.1)
+    assert abs(np.mean(got) - np.mean(want)) < 0.01 * np.mean(want)
+
+
+def test_cpu_draws_the_gpus_pictures_and_goes_on(whole, tmp_path, monkeypatch):
+    model, other = load_model(whole), load_model(whole)
+    seeds, captions = list(range(70)), ["angry face"] * 70  # more than a chunk
+    want, got = model.draw(seeds, captions, 4), make_sampler("cuda", other)(seeds, captions, 4)
+    assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
+    one = make_sampler("cuda", load_model(whole))(seeds[69:], captions[69:], 4)
+    np.testing.assert_array_equal(one[0], got[69])  # one seed, one picture, in any batch
+
+    out, real, log = tmp_path / "run", Run.done, io.StringIO()
+
+    def done(self, at, save=False):
+        self.stop.asked = 2 if (self.stage, at) == ("base", 35) else 0
+        real(self, at, save)
+
+    monkeypatch.setattr(Run, "done", done)
+    with pytest.raises(Stopped):
+        train(get_preset("ci"), out, said(), "cuda")
+    monkeypatch.setattr(Run, "done", real)
+    train(get_preset("ci"), out, said(log))
+    assert "goes on on cpu: the result will not be bit-identical" in log.getvalue()
+
+
+def test_checkpoint_is_the_cpus(whole):
+    arrays, meta = checkpoint.load(whole / "checkpoint.safetensors")
+    assert meta["stage"] == "finished" and meta["updates"] > 0
+    policy, average = checkpoint.take(arrays, "policy"), checkpoint.take(arrays, "ema")
+    assert set(policy) == set(average) == set(checkpoint.take(arrays, "adam.first"))
+    assert {a.dtype for a in policy.values()} == {np.dtype(np.float32)}
+    assert any(not np.array_equal(policy[k], average[k]) for k in policy)
