@@ -2,10 +2,11 @@
 
     python bench/conv.py [--shapes NxHxWxCxO ...] [--rounds 20] [--json FILE] [--goals] [--configs]
 
-3x3, stride 1, padding 1, NHWC, all arms interleaved in one run (fp4bf16/cli/bench/timing.py says how). "fp4" takes
-prepared operands, as a network has them: its norms write pictures already quantised. "fp4 from bf16" quantises
-x in the call. Each result is checked: fp4 against cuDNN's convolution of the decoded operands. ``--configs``
-times every configuration of the kernel. Exit 1 where a result is wrong or, with --goals, a goal is missed.
+3x3, stride 1, padding 1, NHWC, all arms interleaved in one run (fp4bf16/cli/bench/timing.py says how). "fp4"
+takes prepared operands, as a network has them: its norms write pictures already quantised. "fp4 from bf16"
+quantises x in the call. Each result is checked: fp4 against cuDNN's convolution of the decoded operands.
+``--configs`` times every configuration of the kernel. Exit 1 where a result is wrong or, with --goals, a goal
+is missed.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ def distance(torch, y, want) -> float:
     return float((y - want).norm() / want.norm())
 
 
+CONFIGS = (  # of the kernel, by what they compute
+    ("fp4", {}, (1, 2, 3)), ("fp4", {"accumulate": "fast"}, (4, 5, 6)),
+    ("bf16", {}, (4, 5, 6)), ("dgrad", {}, (7, 8, 9)),
+)  # fmt: skip
+
+
 def arms_of(torch, shape, sets, configs):
     """The arms of one shape; operand set i of each is ``sets[i]``."""
     first = sets[0]
@@ -93,13 +100,15 @@ def arms_of(torch, shape, sets, configs):
     decoded = [fb.dequantize(q, dtype="bfloat16").permute(0, 3, 1, 2) for q in (first.xq, first.wq)]
     plain = lambda: conv(first.nchw("x"), first.nchw("w"), padding=1).permute(0, 2, 3, 1)  # noqa: E731
     fp4 = lambda: conv(*decoded, padding=1).permute(0, 2, 3, 1)  # noqa: E731
-    gradients = lambda mask: back(first.nchw("g").float(), first.nchw("x").float(), first.nchw("w").float(),  # noqa: E731
-                                  None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)  # fmt: skip
+    gradients = lambda mask: back(  # noqa: E731
+        first.nchw("g").float(), first.nchw("x").float(), first.nchw("w").float(),
+        None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask,
+    )  # fmt: skip
     n, h, w, c, o = shape
-    flops = 2.0 * n * h * w * o * c * 9
-    pixels = n * h * w
+    pixels, flops = n * h * w, 2.0 * n * h * w * o * c * 9
     table = [
-        ("cudnn bf16", lambda i: conv(sets[i].nchw("x"), sets[i].nchw("w"), padding=1), 2 * pixels * (c + o), None),
+        ("cudnn bf16", lambda i: conv(sets[i].nchw("x"), sets[i].nchw("w"), padding=1),
+         2 * pixels * (c + o), None),
         ("bf16", ours("bf16"), 2 * pixels * (c + o), against("y", plain)),
         ("fp4", ours("fp4"), pixels * (c + 2 * o), against("y", fp4)),
         ("fp4 fast", ours("fp4", accumulate="fast"), pixels * (c + 2 * o), against("y", fp4)),
@@ -113,9 +122,7 @@ def arms_of(torch, shape, sets, configs):
     ]  # fmt: skip
     if configs:
         table += [(f"{kind} config {i}", ours(kind, config=i, **how), 0, None)
-                  for kind, how, choices in (("fp4", {}, (1, 2, 3)), ("fp4", {"accumulate": "fast"}, (4, 5, 6)),
-                                             ("bf16", {}, (4, 5, 6)), ("dgrad", {}, (7, 8, 9)))
-                  for i in choices]  # fmt: skip
+                  for kind, how, choices in CONFIGS for i in choices]  # fmt: skip
     return [timing.Arm(name, run, len(sets), flops, nbytes, check) for name, run, nbytes, check in table]
 
 
@@ -137,15 +144,16 @@ def measure(torch, shape, rounds, configs):
         peer = base.get("cudnn " + arm.name.split()[0], base["cudnn bf16"])
         rows.append({
             "shape": list(shape), "arm": arm.name, "us": arm.median * 1e6, "p20": arm.share(0.2) * 1e6,
-            "p80": arm.share(0.8) * 1e6, "tflop_s": arm.flops / arm.median / 1e12, "x_cudnn": peer / arm.median,
-            "error": arm.error, "note": arm.note,
+            "p80": arm.share(0.8) * 1e6, "tflop_s": arm.flops / arm.median / 1e12,
+            "x_cudnn": peer / arm.median, "error": arm.error, "note": arm.note,
         })  # fmt: skip
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="*", help="NxHxWxCxO; default: the three of the goals and the UNet's")
+    parser.add_argument("--shapes", nargs="*",
+                        help="NxHxWxCxO; default: the three of the goals and the UNet's")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json")
     parser.add_argument("--goals", action="store_true")

@@ -124,7 +124,8 @@ class Peer:
         self.name, self.batch, self.torch, self.train = f"diffusers {kind}", batch, torch, train
         self.model = model or peer()
         x, t = operands(batch)
-        self.x, self.t = torch.as_tensor(x, device="cuda").permute(0, 3, 1, 2).contiguous(), torch.as_tensor(t)
+        self.x = torch.as_tensor(x, device="cuda").permute(0, 3, 1, 2).contiguous()
+        self.t = torch.as_tensor(t)
         self.amp = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(kind[:4])
         if kind.startswith("bf16") and not train:  # weights in BF16, nothing left to autocast
             self.model, self.x, self.amp = self.model.to(torch.bfloat16), self.x.to(torch.bfloat16), None
@@ -152,7 +153,8 @@ class Peer:
 
 # ---- timing
 def alternate(arms, rounds, seconds=0.12):
-    """Milliseconds of a step: name -> one reading a round, arms in turn, each long enough to hide its start."""
+    """Milliseconds of a step: name -> one reading a round, arms in turn, each long enough to hide its start.
+    """
     import torch
 
     def reading(arm, count):
@@ -178,16 +180,18 @@ def report(part, batch, found, flops):
     rows = []
     for name, values in found.items():
         ms = statistics.median(values)
-        rows.append({"part": part, "batch": batch, "arm": name, "ms": ms, "min": min(values), "max": max(values),
-                     "images_per_s": batch / ms * 1e3, "tflop_s": batch * flops / ms / 1e9})  # fmt: skip
+        rows.append({"part": part, "batch": batch, "arm": name, "ms": ms, "min": min(values),
+                     "max": max(values), "images_per_s": batch / ms * 1e3,
+                     "tflop_s": batch * flops / ms / 1e9})  # fmt: skip
     base = {r["arm"]: r["ms"] for r in rows}
     for r in rows:
         for peer_name in ("diffusers fp16 amp eager", "diffusers bf16 compiled"):
             if peer_name in base:
                 r["x " + peer_name.split()[1]] = base[peer_name] / r["ms"]
         extra = "".join(f" | {v:5.2f} {k}" for k, v in r.items() if k.startswith("x "))
-        print(f"{part:8s} B={batch:5d} {r['arm']:26s} | {r['ms']:8.2f} ms | {r['images_per_s']:8.0f} images/s | "
-              f"{r['tflop_s']:6.0f} TFLOP/s{extra}", flush=True)  # fmt: skip
+        print(f"{part:8s} B={batch:5d} {r['arm']:26s} | {r['ms']:8.2f} ms | "
+              f"{r['images_per_s']:8.0f} images/s | {r['tflop_s']:6.0f} TFLOP/s{extra}",
+              flush=True)  # fmt: skip
     return rows
 
 
@@ -219,7 +223,8 @@ def agreement():
             found["diffusers bf16"] = float((half - want).norm() / want.norm())
         found[name] = float((y - want).norm() / want.norm())
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
-    print("distance of the prediction from diffusers FP32:", {k: float(f"{v:.2g}") for k, v in found.items()}, flush=True)
+    rounded = {k: float(f"{v:.2g}") for k, v in found.items()}
+    print("distance of the prediction from diffusers FP32:", rounded, flush=True)
     return found
 
 
@@ -232,7 +237,8 @@ def forward(args):
 
 
 def train(args):
-    arms = [Ours("fp4", 256, ROUTE, train=True), Ours("bf16", 256, BF16, train=True), *peers(args, 256, train=True)]
+    arms = [Ours("fp4", 256, ROUTE, train=True), Ours("bf16", 256, BF16, train=True)]
+    arms += peers(args, 256, train=True)
     return report("train", 256, alternate(arms, args.rounds), 3 * FLOPS)
 
 
@@ -241,8 +247,10 @@ def memory(args):
     import torch
 
     rows = []
-    for name, route, how in (("fp4", ROUTE, {}), ("fp4, inputs saved in BF16", ROUTE, {"save": "bf16"}),
-                             ("fp4, inputs recomputed", ROUTE, {"save": "recompute"}), ("bf16", BF16, {})):  # fmt: skip
+    for name, route, how in (
+        ("fp4", ROUTE, {}), ("fp4, inputs saved in BF16", ROUTE, {"save": "bf16"}),
+        ("fp4, inputs recomputed", ROUTE, {"save": "recompute"}), ("bf16", BF16, {}),
+    ):  # fmt: skip
         arm = Ours(name, 256, route, train=True, **how)
         arm()
         rows.append({"part": "memory", "arm": name, **arm.memory()})
@@ -259,8 +267,8 @@ def memory(args):
     for r in rows:
         r["share of fp32"] = r["peak"] / base
         parts = ", ".join(f"{k} {v / GIB:.2f}" for k, v in r.items() if isinstance(v, int) and k != "peak")
-        print(f"memory   {r['arm']:26s} | {r['peak'] / GIB:6.2f} GiB | {100 * r['share of fp32']:5.1f} % of FP32 | {parts}",
-              flush=True)  # fmt: skip
+        print(f"memory   {r['arm']:26s} | {r['peak'] / GIB:6.2f} GiB | "
+              f"{100 * r['share of fp32']:5.1f} % of FP32 | {parts}", flush=True)  # fmt: skip
     return rows
 
 
@@ -316,7 +324,8 @@ def main() -> int:
             print(f"{'ok  ' if value >= goal else 'MISS'} {what}: {value:.4g} (goal {goal:g})")
             bad += [] if value >= goal else [what]
     if args.json:
-        out = {"benchmark": "network", "about": record.gpu(torch), "route": ROUTE, "distance": distances, "rows": rows}
+        out = {"benchmark": "network", "about": record.gpu(torch), "route": ROUTE, "distance": distances,
+               "rows": rows}  # fmt: skip
         pathlib.Path(args.json).write_text(json.dumps(out, indent=1) + "\n")
     return 1 if bad else 0
 

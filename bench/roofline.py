@@ -20,7 +20,8 @@ def _conv(a: Any) -> tuple[float, float, float, str]:
     out = a.n * a.oh * a.ow
     taps = a.kh * a.kw
     k16 = a.c16 * (1 if a.x16_on_output else taps)
-    read = a.n * a.h * a.w * (a.c8 + (0 if a.x16_on_output else 2 * a.c16)) + out * 2 * a.c16 * a.x16_on_output
+    read = a.n * a.h * a.w * (a.c8 + (0 if a.x16_on_output else 2 * a.c16))
+    read += out * 2 * a.c16 * a.x16_on_output
     nbytes = read + a.o * (taps * a.c8 + 2 * k16) + out * a.o * (SIZES[a.d_dtype] + 2 * bool(a.residual))
     shape = f"{a.n}x{a.h}x{a.w} {a.c8}+{a.c16}->{a.o} {a.kh}x{a.kw}/{a.stride}"
     return 2.0 * out * a.o * taps * a.c8, 2.0 * out * a.o * k16, nbytes, shape
@@ -29,7 +30,8 @@ def _conv(a: Any) -> tuple[float, float, float, str]:
 def _gradient(a: Any) -> tuple[float, float, float, str]:
     out = a.n * a.oh * a.ow
     nbytes = 2 * (out * a.o + a.n * a.h * a.w * a.c) + 2 * a.o * a.c * a.kh * a.kw
-    return 0.0, 2.0 * out * a.o * a.c * a.kh * a.kw, nbytes, f"{a.n}x{a.h}x{a.w} {a.c}->{a.o} {a.kh}x{a.kw}/{a.stride}"
+    shape = f"{a.n}x{a.h}x{a.w} {a.c}->{a.o} {a.kh}x{a.kw}/{a.stride}"
+    return 0.0, 2.0 * out * a.o * a.c * a.kh * a.kw, nbytes, shape
 
 
 def _norm(a: Any) -> tuple[float, float, float, str]:
@@ -52,7 +54,8 @@ def _attention(factor: float):
 
 
 WORK = {"conv2d": _conv, "conv2d_dgrad": _gradient, "conv2d_wgrad": _gradient, "group_norm": _norm,
-        "group_norm_backward": _norm_backward, "attention": _attention(2), "attention_backward": _attention(5)}  # fmt: skip
+        "group_norm_backward": _norm_backward, "attention": _attention(2),
+        "attention_backward": _attention(5)}  # fmt: skip
 
 
 def recorded(function) -> list[tuple[str, tuple]]:
@@ -99,12 +102,13 @@ def breakdown(function, title: str, most: int = 24) -> list[dict[str, Any]]:
         entry[1] += seconds
         entry[2] += max(f8 / RATE8 + f16 / RATE16, nbytes / BYTES)
     total = sum(entry[1] for entry in rows.values())
-    found = [{"part": title, "kernel": name, "shape": shape, "launches": n, "ms": ms * 1e3, "share": ms / total,
-              "roofline": bound / ms if bound else None}
-             for (name, shape), (n, ms, bound) in sorted(rows.items(), key=lambda item: -item[1][1])]  # fmt: skip
+    longest_first = sorted(rows.items(), key=lambda item: -item[1][1])
+    found = [{"part": title, "kernel": name, "shape": shape, "launches": n, "ms": ms * 1e3,
+              "share": ms / total, "roofline": bound / ms if bound else None}
+             for (name, shape), (n, ms, bound) in longest_first]  # fmt: skip
     print(f"{title}: {sum(r['launches'] for r in found)} launches, {total * 1e3:.2f} ms one by one")
     for r in found[:most]:
         reached = "" if r["roofline"] is None else f"{100 * r['roofline']:3.0f} % of the roofline"
-        print(f"  {r['kernel']:20s} {r['shape']:34s} x{r['launches']:3d} {r['ms']:8.3f} ms {100 * r['share']:5.1f} %  {reached}",
-              flush=True)  # fmt: skip
+        print(f"  {r['kernel']:20s} {r['shape']:34s} x{r['launches']:3d} {r['ms']:8.3f} ms "
+              f"{100 * r['share']:5.1f} %  {reached}", flush=True)  # fmt: skip
     return found

@@ -55,16 +55,6 @@ def as_arg(x: Any, name: str) -> Arg:
     return Arg(x, name, o.array.shape, o.framework, o.array, o.array.dtype)
 
 
-def host_arg(x: Any, name: str) -> Arg:
-    """`as_arg` of what does not run on CUDA yet: arrays on a GPU are refused."""
-    arg = as_arg(x, name)
-    if on_device(arg):
-        how = f"cupy.asnumpy({name})" if arg.framework == "cupy" else f"{name}.cpu()"
-        raise TypeError(f"{name}: is a {arg.framework} array on cuda:{arg.place.device}, but this operation "
-                        f"does not run on CUDA yet; pass {how}")  # fmt: skip
-    return arg
-
-
 def on_device(*args: Arg) -> bool:
     return any(type(arg.place) is DeviceArray for arg in args)
 

@@ -331,16 +331,25 @@ def test_mixed_operands_are_refused():
         fb.dequantize(mixed)
 
 
-def test_host_operations_refuse_device_arrays():
-    x, w = np.ones((1, 4, 4, 16), np.float32), np.ones((16, 3, 3, 16), np.float32)
+def test_host_and_device_arrays_do_not_mix():
+    x, w, q = np.ones((1, 4, 4, 16), np.float32), np.ones((16, 3, 3, 16), np.float32), np.ones((1, 4, 2, 8))
+    host_first, device_first = (
+        "{0}: {1} is a numpy array on the host but {2} is a fake array on cuda:0; move or convert one".format,
+        "{0}: {1} is a fake array on cuda:0 but {2} is a numpy array on the host; move or convert one".format,
+    )
     for call, sentence in (
-        (lambda: fb.conv2d(put(x), w), "x: is a fake array on cuda:0, but this operation does not"),
-        (lambda: fb.conv2d(x, put(w)), "w: is a fake array on cuda:0"),
-        (lambda: fb.conv2d(x, fb.quantize(put(w))), "w: is a fake array on cuda:0"),
-        (lambda: fb.conv2d_vjp(put(x), x, w), "g: is a fake array on cuda:0"),
+        (lambda: fb.conv2d(put(x), w), device_first("conv2d", "x", "w")),
+        (lambda: fb.conv2d(x, put(w)), host_first("conv2d", "x", "w")),
+        (lambda: fb.conv2d(x, fb.quantize(put(w))), host_first("conv2d", "x", "w")),
+        (lambda: fb.conv2d(put(x), put(w), padding=1, out=x), device_first("conv2d", "x", "out")),
+        (lambda: fb.conv2d(put(x, 1), put(w)), "x is a fake array on cuda:1 but w is a fake array on cuda:0"),
+        (lambda: fb.conv2d_vjp(put(x), x, w), host_first("conv2d_vjp", "x", "g")),
+        (lambda: fb.attention(put(q), put(q), q), device_first("attention", "q", "v")),
+        (lambda: fb.attention_vjp(put(q), q, q, q), host_first("attention_vjp", "q", "g")),
         (lambda: fb.dequantize(fb.quantize(x), out=put(x)), "out is on 0 but the operands are on the host"),
         (lambda: fb.quantize(x, out=fb.quantize(put(x))),
          "x is a numpy array on the host but out.packed is a fake array on cuda:0"),
+        (lambda: fb.compare(put(x)), "x: is a host_cuda.FakeArray, but NumPy arrays and PyTorch tensors"),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=sentence):
             call()

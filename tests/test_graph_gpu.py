@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -26,6 +27,22 @@ def cupy():
     if not cuda.devices():
         pytest.skip("no GPU")
     return module
+
+
+@pytest.fixture
+def allocated(cupy, monkeypatch):
+    """A function that gives the bytes of the device that graphs' pools hold: of what they asked CuPy for and
+    CuPy has not freed. What the device itself says moves with every module that is loaded.
+    """
+    alive = weakref.WeakSet()
+
+    class Memory(cupy.cuda.Memory):
+        def __init__(self, size):
+            super().__init__(size)
+            alive.add(self)
+
+    monkeypatch.setattr(cupy.cuda, "Memory", Memory)
+    return lambda: sum(memory.size for memory in alive)
 
 
 # ---- on a GPU
@@ -64,7 +81,7 @@ def test_begins_after_the_current_stream(cupy, rng):
 
 
 @pytest.mark.gpu
-def test_memory_is_the_graphs_and_goes_with_it(cupy):
+def test_memory_is_the_graphs_and_goes_with_it(cupy, allocated):
     x = cupy.arange(1 << 20, dtype=np.float32)
     graph = Graph(x)
     adapter = device._FRAMEWORKS["cupy"]
@@ -85,12 +102,36 @@ def test_memory_is_the_graphs_and_goes_with_it(cupy):
     for _ in range(2):
         graph.replay()
         np.testing.assert_array_equal(cupy.asnumpy(y), np.arange(1 << 20, dtype=np.float32) + 20)
-    before, size = cupy.cuda.runtime.memGetInfo()[0], graph.memory
+    assert allocated() == graph.memory
     graph.release()
+    assert allocated() == x.nbytes, "all but the result's memory is the device's again"
     np.testing.assert_array_equal(cupy.asnumpy(y[:4]), np.arange(4, dtype=np.float32) + 20)
     del y
-    gc.collect()
-    assert cupy.cuda.runtime.memGetInfo()[0] >= before + size, "the pool's memory is the device's again"
+    assert allocated() == 0, "the pool's memory is the device's again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph_first", [True, False])
+def test_parts_of_a_block_go_with_the_last_of_them(cupy, allocated, graph_first):
+    """Results that are parts of one block of the pool: whoever goes last frees it."""
+    x = cupy.ones(1 << 20, np.float32)
+    graph, half = Graph(x), x.size // 2
+
+    def work(stream):
+        whole = x + x  # makes the block that the next two arrays divide
+        del whole
+        return [x[:half] + i for i in range(2)]
+
+    results = graph.capture(work)
+    assert graph.memory == allocated() == x.nbytes
+    graph.replay()
+    if graph_first:
+        graph.release()
+    while results:
+        assert allocated() == x.nbytes
+        assert float(results.pop()[-1]) == 1 + len(results)
+    del graph
+    assert allocated() == 0
 
 
 @pytest.mark.gpu
@@ -178,64 +219,78 @@ class Refused(RuntimeError):
     """In place of CUDARuntimeError."""
 
 
+def toy_stream(toy, log):
+    class Stream:
+        ptr = 4096
+
+        def __init__(self, non_blocking=False):
+            self.capturing = False
+
+        def __enter__(self):
+            log.append("stream")
+
+        def __exit__(self, *error):
+            log.append("stream left")
+
+        def record(self):
+            return "event"
+
+        def wait_event(self, event):
+            log.append("wait")
+
+        def synchronize(self):
+            if self.capturing:
+                raise Refused("capturing")
+            log.append("synchronize")
+
+        def begin_capture(self, mode):
+            log.append(f"begin {mode}")
+            self.capturing = True
+
+        def end_capture(self):
+            log.append("end")
+            self.capturing = False
+            if "end" in toy.refuse:
+                raise Refused("invalidated")
+            return SimpleNamespace(launch=lambda stream: log.append("launch"))
+
+    return Stream
+
+
+def toy_memory(toy, log):
+    class Memory:
+        ptr = 8192
+
+        def __init__(self, size):
+            if "memory" in toy.refuse:
+                raise Refused("out of memory")
+            weakref.finalize(self, log.append, "freed")
+
+    class MemoryPool:
+        def __init__(self, allocator):
+            self.malloc = allocator
+
+        def total_bytes(self):
+            return 12345
+
+        def free_all_blocks(self):
+            log.append("give back")
+
+    return Memory, MemoryPool
+
+
 class Toy:
     """So much of CuPy as a capture needs; `log` is what was asked of it."""
 
     def __init__(self):
         self.log, self.refuse = [], set()
-        log, outer = self.log, self
-
-        class Stream:
-            ptr = 4096
-
-            def __init__(self, non_blocking=False):
-                self.capturing = False
-
-            def __enter__(self):
-                log.append("stream")
-
-            def __exit__(self, *error):
-                log.append("stream left")
-
-            def record(self):
-                return "event"
-
-            def wait_event(self, event):
-                log.append("wait")
-
-            def synchronize(self):
-                if self.capturing:
-                    raise Refused("capturing")
-                log.append("synchronize")
-
-            def begin_capture(self, mode):
-                log.append(f"begin {mode}")
-                self.capturing = True
-
-            def end_capture(self):
-                log.append("end")
-                self.capturing = False
-                if "end" in outer.refuse:
-                    raise Refused("invalidated")
-                return SimpleNamespace(launch=lambda stream: log.append("launch"))
-
-        class Memory:
-            def __init__(self, size):
-                if "memory" in outer.refuse:
-                    raise Refused("out of memory")
-
-        class MemoryPool:
-            def __init__(self, allocator):
-                self.malloc = allocator
-
-            def total_bytes(self):
-                return 12345
+        Stream, (Memory, MemoryPool) = toy_stream(self, self.log), toy_memory(self, self.log)
 
         @contextmanager
         def using_allocator(malloc):
-            outer.malloc = malloc
+            self.malloc = malloc
             yield
-            outer.malloc = None
+            self.malloc = None
 
         @contextmanager
         def place(index):
@@ -244,6 +299,7 @@ class Toy:
         self.stream = Stream()
         self.cuda = SimpleNamespace(
             Stream=Stream, Memory=Memory, MemoryPointer=lambda memory, offset: memory, MemoryPool=MemoryPool,
+            UnownedMemory=lambda ptr, size, owner, place: owner,
             Device=place, using_allocator=using_allocator, get_current_stream=lambda: self.stream,
             runtime=SimpleNamespace(CUDARuntimeError=Refused, streamCaptureModeRelaxed="relaxed"),
         )  # fmt: skip
@@ -276,7 +332,22 @@ def test_order_of_a_capture(toy):
     assert not toy.adapter.pooled and toy.malloc is None
 
 
-@pytest.mark.parametrize("kind", ["raises", "refused", "refused at the end", "no memory"])
+@pytest.mark.parametrize("released", [True, False])
+def test_the_last_that_has_the_pool_gives_it_back(toy, released):
+    graph = Graph(toy.like)
+    kept = graph.capture(lambda stream: [toy.malloc(512) for _ in range(2)])
+    toy.log.clear()
+    if released:
+        graph.release()
+        assert toy.log == ["give back"]  # what the results are not
+    del graph
+    del kept[0]
+    assert toy.log == ["give back", "freed"]
+    del kept
+    assert toy.log == ["give back", "freed", "freed", "give back"]  # the block goes to the pool before
+
+
+@pytest.mark.parametrize("kind", ["raises", "refused", "refused by CuPy", "refused at the end", "no memory"])
 def test_a_capture_that_fails_is_ended(toy, kind):
     graph, runs = Graph(toy.like), []
 
@@ -289,6 +360,8 @@ def test_a_capture_that_fails_is_ended(toy, kind):
         if kind == "refused":
             toy.refuse.add("end")
             raise Refused("not permitted")
+        if kind == "refused by CuPy":
+            raise RuntimeError("the current stream is capturing, so D2H transfers are disallowed")
         if kind == "no memory":
             toy.refuse.add("memory")
             toy.malloc(512)
@@ -296,6 +369,7 @@ def test_a_capture_that_fails_is_ended(toy, kind):
 
     wanted, sentence = {
         "raises": (KeyError, "mine"), "refused": (fb.CudaError, r"cannot be captured \(not permitted\)"),
+        "refused by CuPy": (fb.CudaError, r"cannot be captured \(the current stream is capturing, so D2H"),
         "refused at the end": (fb.CudaError, r"cannot be captured \(invalidated\)"),
         "no memory": (fb.CudaError, "the device has no 512 bytes left"),
     }[kind]  # fmt: skip

@@ -12,6 +12,8 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,17 @@ from fp4bf16.backends import cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHED, CONSUMER = 168, 240  # registers a thread: at the launch; most after setmaxnreg
+BOTH, BF16 = {"QGMMA", "HGMMA"}, {"HGMMA"}
+#: Kernel that Hopper alone has -> the products of its variants: FP8 and BF16, or BF16 alone.
+PRODUCTS = {
+    "sm90_dual_gemm": BOTH,
+    "sm90_conv": BOTH,
+    "sm90_wgrad": BF16,
+    "sm90_attention_kernel": BF16,
+    "sm90_attention_weights_kernel": BF16,
+    "branch_kernel": BF16,
+    "reduce_kernel": set(),  # of wgrad's partial sums
+}
 
 
 def _tool(name: str) -> Path | None:
@@ -33,14 +46,22 @@ def _tool(name: str) -> Path | None:
     return wheel or (Path(found) if found else None)
 
 
-def _run(*arguments: str) -> str:
-    tools = [_tool(name) for name in ("cuobjdump", "nvdisasm")]
-    if None in tools:
-        pytest.fail("cuobjdump and nvdisasm are missing; run: python -m pip install '.[test]'")
-    path = os.pathsep.join([str(tools[1].parent), os.environ.get("PATH", "")])  # cuobjdump calls nvdisasm
-    command = [str(tools[0]), *arguments, str(cuda.find_library())]
-    environment = os.environ | {"PATH": path}
-    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+def _run(name: str, *arguments: object, folder: Path | None = None) -> str:
+    tool = _tool(name)
+    if tool is None:
+        pytest.fail(f"{name} is missing; run: python -m pip install '.[test]'")
+    command = [str(tool), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder).stdout
+
+
+def _kernel(symbol: str) -> str:
+    """The last name of a mangled one: lengths and names follow each other."""
+    at, name = symbol.index("N") + 1, ""
+    while match := re.match(r"\d+", symbol[at:]):
+        at += match.end()
+        name = symbol[at : at + int(match[0])]
+        at += int(match[0])
+    return name
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +72,7 @@ def resources() -> dict[str, dict[str, dict[str, int]]]:
     table: dict[str, dict[str, dict[str, int]]] = {}
     kernels: dict[str, dict[str, int]] = {}
     name = ""
-    for line in _run("-res-usage").splitlines():
+    for line in _run("cuobjdump", "-res-usage", cuda.find_library()).splitlines():
         if match := re.match(r"\s*arch = (\w+)", line):
             kernels = table.setdefault(match[1], {})
         elif match := re.match(r"\s*Function (\S+):", line):
@@ -62,39 +83,64 @@ def resources() -> dict[str, dict[str, dict[str, int]]]:
 
 
 @pytest.fixture(scope="module")
-def code(resources) -> dict[str, list[str]]:
-    """Kernel that Hopper alone has -> its instructions, with modifiers and without operands."""
-    table: dict[str, list[str]] = {}
-    opcodes: list[str] = []
-    hopper = sorted(resources["sm_90a"].keys() - resources["sm_80"].keys())
-    for line in _run("-sass", "-arch", "sm_90a", "-fun", ",".join(hopper)).splitlines():
-        if match := re.match(r"\s*Function : (\S+)", line):
-            opcodes = table.setdefault(match[1], [])
-        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z][\w.]*)(.*?);", line):
-            opcodes.append(match[1] + (" " + match[2].strip() if match[1].startswith("USETMAXREG") else ""))
-    return table
+def code(resources, tmp_path_factory) -> dict[str, list[str]]:
+    """Kernel that Hopper alone has -> its instructions, with modifiers and without operands. Of those that a
+    file makes of one template, the smallest: the others differ in the size of their tiles, and take seconds.
+    """
+    folder = tmp_path_factory.mktemp("cubins")
+    _run("cuobjdump", "-xelf", "sm_90a", cuda.find_library(), folder=folder)
+    files = [path for path in sorted(folder.iterdir()) if b"sm90_" in path.read_bytes()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        texts = pool.map(_smallest, files)
+        return {symbol: opcodes for text in texts for symbol, opcodes in _functions(text)}
+
+
+def _smallest(cubin: Path) -> str:
+    command = ["readelf", "-sW", str(cubin)]
+    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    kernels: dict[str, tuple[int, str]] = {}
+    for row in table.splitlines():
+        if match := re.match(r" *(\d+): \w+ +(\w+) FUNC .* (_Z\w+)$", row):
+            name, this = _kernel(match[3]), (int(match[2], 0), match[1])
+            kernels[name] = min(kernels.get(name, this), this)
+    return _run("nvdisasm", "-c", "-fun", ",".join(number for _, number in kernels.values()), cubin)
+
+
+def _functions(text: str) -> Iterator[tuple[str, list[str]]]:
+    instruction = re.compile(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?\w+ )?([A-Z][\w.]*)(.*?) ?;", re.MULTILINE)
+    for part in re.split(r"^\.text\.", text, flags=re.MULTILINE)[1:]:
+        symbol, body = part.split(":", 1)
+        found = instruction.findall(body)
+        yield symbol, [op + rest if op.startswith("USETMAXREG") else op for op, rest in found]
 
 
 def _matrix(opcodes: list[str]) -> list[str]:
     return [op for op in opcodes if op.startswith(("QGMMA", "HGMMA"))]
 
 
-def test_the_gemm_uses_both_kinds_of_tensor_core(code):
-    gemm = {name: {op.split(".")[0] for op in _matrix(opcodes)} for name, opcodes in code.items()
-            if "sm90_dual_gemm" in name}  # fmt: skip
-    assert gemm, "no sm90_dual_gemm in the library"
-    assert all("HGMMA" in kinds for kinds in gemm.values()), gemm
-    assert any({"QGMMA", "HGMMA"} <= kinds for kinds in gemm.values()), gemm
-    shapes = {op for name in gemm for op in _matrix(code[name]) if op.startswith("QGMMA")}
-    assert all(".E4M3" in op for op in shapes), shapes
+def test_the_products_of_each_kernel(code):
+    found = {name: [] for name in PRODUCTS}
+    for symbol, opcodes in code.items():
+        found[_kernel(symbol)].append({op.split(".")[0] for op in _matrix(opcodes)})
+    for name, variants in found.items():
+        most = PRODUCTS[name]
+        assert most in variants, (name, variants)
+        # what multiplies FP8 has a BF16 branch beside it
+        assert all(kinds == most or kinds == BF16 & most for kinds in variants), (name, variants)
+    fp8 = {op for opcodes in code.values() for op in _matrix(opcodes) if op.startswith("QGMMA")}
+    assert all(op.endswith(".F32.E4M3.E4M3") for op in fp8), fp8
+    bf16 = {op for opcodes in code.values() for op in _matrix(opcodes) if op.startswith("HGMMA")}
+    assert all(op.endswith(".F32.BF16") for op in bf16), bf16
 
 
 def test_hopper_kernels_have_no_local_memory(code, resources):
+    hopper = {name: used for name, used in resources["sm_90a"].items() if "sm90_" in name}
+    assert {_kernel(name) for name in hopper} == set(PRODUCTS)
+    for name, used in hopper.items():
+        assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= LAUNCHED, (name, used)
     for name, opcodes in code.items():
-        assert _matrix(opcodes), f"{name} is for Hopper alone and uses no tensor core"
         local = [op for op in opcodes if op.startswith(("LDL", "STL"))]
-        assert not local and resources["sm_90a"][name]["STACK"] == 0, f"{name}: {len(local)} {local[:2]}"
-        assert resources["sm_90a"][name]["REG"] <= LAUNCHED, name
+        assert not local, f"{name}: {len(local)} {local[:2]}"
 
 
 def test_consumers_do_not_ask_for_more_registers_than_there_are(code):
@@ -102,7 +148,7 @@ def test_consumers_do_not_ask_for_more_registers_than_there_are(code):
         text = " ".join(op for op in opcodes if op.startswith("USETMAXREG"))
         asked = [int(number, 16) for number in re.findall(r"0x[0-9a-f]+", text)]
         if not asked:
-            assert "sm90_dual_gemm" not in name, name
+            assert not _matrix(opcodes), name
             continue
         assert max(asked) <= CONSUMER and min(asked) >= 24, (name, asked)
         assert 2 * max(asked) + min(asked) <= 65536 // 128, (name, asked)

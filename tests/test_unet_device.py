@@ -93,30 +93,30 @@ def test_gradients_add_up(rng):
 
 # ---- the FP4 track -----------------------------------------------------------------------------------------
 
-LAYERS = [
-    ("tiny", "conv_in*"),
-    ("tiny", "*norm*"),  # none: the same bits as on the BF16 track
-    ("tiny", "down_blocks.0.resnets.0.conv1*"),
-    ("tiny", "down_blocks.1.resnets.0.conv2*"),  # with its shortcut in the launch
-    ("tiny", "down_blocks.1.resnets.0.conv_shortcut*"),
-    ("tiny", "mid_block.attentions.0.to_[qkv]*"),
-    ("tiny", "mid_block.attentions.0.to_v*"),  # q and k on BF16
-    ("tiny", "mid_block.attentions.0.to_out*"),
-    ("tiny", "up_blocks.0.upsamplers*"),
-    ("tiny", "time_embedding*"),
-    ("tiny", "conv_out*"),
-    ("no middle", "down_blocks.0.downsamplers*"),
-    ("no middle", "down_blocks.1.resnets.0.conv1*"),  # 24 channels: no whole blocks
+LAYERS = [  # configuration, what runs on FP4, which weights are made large (`Case`)
+    ("tiny", "conv_in*", None),
+    ("tiny", "*norm*", None),  # none: the same bits as on the BF16 track
+    ("tiny", "down_blocks.0.resnets.0.conv1*", None),
+    ("tiny", "down_blocks.1.resnets.0.conv2*", "down_blocks.1.resnets.0.conv2"),  # with its shortcut
+    ("tiny", "down_blocks.1.resnets.0.conv_shortcut*", "conv_shortcut"),
+    ("tiny", "mid_block.attentions.0.to_[qkv]*", ".attentions."),
+    ("tiny", "mid_block.attentions.0.to_v*", ".attentions."),  # q and k on BF16
+    ("tiny", "mid_block.attentions.0.to_out*", ".attentions."),
+    ("tiny", "up_blocks.0.upsamplers*", "upsamplers"),
+    ("tiny", "time_embedding*", "time_emb"),
+    ("tiny", "conv_out*", None),
+    ("no middle", "down_blocks.0.downsamplers*", None),
+    ("no middle", "down_blocks.1.resnets.0.conv1*", None),  # 24 channels: no whole blocks
 ]
 
 
-@pytest.mark.parametrize("name, pattern", LAYERS, ids=[p for _, p in LAYERS])
-def test_what_an_fp4_layer_does(name, pattern, rng):
+@pytest.mark.parametrize("name, pattern, loud", LAYERS, ids=[p for _, p, _ in LAYERS])
+def test_what_an_fp4_layer_does(name, pattern, loud, rng):
     """The difference that one FP4 layer makes, to prediction and gradients, is the CPU's. Both quantise
     nearly the same numbers: a few in a hundred end on another code, which is a third to a half of the layer's
     error, beside the roundings to BF16. An error of another layer would be 1.4 of it away, no error 1.
     """
-    case = Case(name, rng, put, {pattern: "fp4"}, loud="time_emb" if "time_emb" in pattern else None)
+    case = Case(name, rng, put, {pattern: "fp4"}, loud)
     (y0, g0), (y1, g1) = case.on_host("bf16"), case.on_host()
     (z0, h0), (z1, h1) = case.on_device("bf16"), case.on_device()
     if pattern == "*norm*":
@@ -139,7 +139,7 @@ def test_the_whole_network_on_fp4(name, rng):
     names = [n for n in exact_gradients if not n.endswith(("to_k.bias", "conv_out.bias"))]  # rounding; exact
     ratio = [relative(gradients[n], exact_gradients[n]) / relative(their_gradients[n], exact_gradients[n])
              for n in names]  # fmt: skip
-    assert np.median(ratio) < 1.3 and max(ratio) < 4
+    assert np.median(ratio) < 1.5 and max(ratio) < 4
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -336,7 +336,7 @@ def test_gradients_reach_parameters_by_backward_alone(rng):
 def test_tracks_that_are_not_of_the_device(rng):
     case = Case("tiny", rng, put)
     for track in ("dual", "reference"):
-        with fb.tracks(track), pytest.raises(ConfigError, match=f"its track is '{track}'.*keep it on the CPU"):
+        with fb.tracks(track), pytest.raises(ConfigError, match=f"'{track}'.*keep it on the CPU"):
             case.forward()
 
 

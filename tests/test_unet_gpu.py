@@ -56,16 +56,16 @@ def test_the_fp4_track_is_as_far_as_the_cpus(name, cupy, rng):
 
 
 @pytest.mark.parametrize(
-    "pattern",
+    "pattern, loud",
     [
-        "conv_in*",
-        "down_blocks.1.resnets.0.conv2*",
-        "mid_block.attentions.0.to_[qkv]*",
-        "up_blocks.0.upsamplers*",
+        ("conv_in*", None),
+        ("down_blocks.1.resnets.0.conv2*", "down_blocks.1.resnets.0.conv2"),
+        ("mid_block.attentions.0.to_[qkv]*", ".attentions."),
+        ("up_blocks.0.upsamplers*", "upsamplers"),
     ],
 )
-def test_what_an_fp4_layer_does(pattern, cupy, rng):
-    case = Case("tiny", rng, cupy.asarray, {pattern: "fp4"})
+def test_what_an_fp4_layer_does(pattern, loud, cupy, rng):
+    case = Case("tiny", rng, cupy.asarray, {pattern: "fp4"}, loud)
     (y0, g0), (y1, g1) = case.on_host("bf16"), case.on_host()
     (z0, h0), (z1, h1) = case.on_device("bf16"), case.on_device()
     g0, g1, h0, h1 = (joined(g) for g in (g0, g1, h0, h1))

@@ -41,7 +41,7 @@ class Case:
         for key, value in moved.items():
             if value.ndim == 1:  # norms and biases start at 1 and 0
                 value += 0.1 * rng.standard_normal(value.shape).astype(np.float32)
-            elif ".attentions." in key or (loud and loud in key):
+            elif loud and loud in key:
                 value *= 3
         for model in (self.host, self.device):
             model.load_state_dict(moved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -72,16 +72,17 @@ class Parameter(Variable):
 class FlatParameters:
     """Parameters packed into `data` with gradients in `grad`: two 1-D arrays of one dtype.
 
-    Entries start at multiples of 16 elements; the gaps are zero and stay zero under any elementwise update.
+    Entries lie in the `order` of these names (by default that of `named`) and start at multiples of 16
+    elements; the gaps are zero and stay zero under any elementwise update.
     """
 
-    def __init__(self, named: Mapping[str, Parameter]):
+    def __init__(self, named: Mapping[str, Parameter], order: Sequence[str] | None = None):
         self.named = dict(named)
-        self.offsets: dict[str, int] = {}
+        self.offsets: dict[str, int] = dict.fromkeys(self.named, 0)
         size = 0
-        for name, p in self.named.items():
+        for name in self.named if order is None else order:
             self.offsets[name] = size
-            size += -(-p.size // _ALIGN) * _ALIGN
+            size += -(-self.named[name].size // _ALIGN) * _ALIGN
         first = next(iter(self.named.values()), None)
         xp, dtype = (np, np.float32) if first is None else (namespace(first.data), first.dtype)
         data = xp.zeros(size, dtype)
@@ -177,8 +178,12 @@ class Module:
             named = self.named_parameters()
             for name, p in named.items():
                 p.name = name
-            held = self._flat = FlatParameters(named)
+            held = self._flat = FlatParameters(named, self.flat_order(list(named)))
         return held
+
+    def flat_order(self, names: list[str]) -> list[str]:
+        """The names of the parameters in the order in which they lie in `flat`."""
+        return names
 
     @contextmanager
     def using(self, flat: Any) -> Iterator[None]:

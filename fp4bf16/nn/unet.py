@@ -301,6 +301,23 @@ class UNet2D(Module):
         self.conv_out = Conv2d(widths[0], c.out_channels, 3, padding=1, zero=zero_conv_out, seed=rng)
         self.flat  # noqa: B018  (packs the parameters)
 
+    def flat_order(self, names: list[str]) -> list[str]:
+        """Those of layers that read the same lie together, so that a GPU can make one product of them: the
+        projections of the time embedding by width, and to_q, to_k and to_v of each attention.
+        """
+        index = {name: i for i, name in enumerate(names)}
+        widths = {name: p.shape[0] for name, p in self.named_parameters().items()}
+
+        def place(name: str) -> tuple:
+            if ".time_emb_proj." in name:
+                return -1, name.endswith(".bias"), widths[name], index[name]
+            block, found, layer = name.rpartition(".to_")
+            if found and layer[:2] in ("q.", "k.", "v."):
+                return index[f"{block}.to_q.weight"], name.endswith(".bias"), 0, index[name]
+            return index[name], False, 0, 0
+
+        return sorted(names, key=place)
+
     def embed(self, batch: int, timesteps: Any, class_labels: Any = None, captions: Any = None) -> Variable:
         """SiLU of the sum of the time, class and caption embeddings: (batch, time_dim)."""
         c, dtype = self.config, self.conv_in.weight.dtype

@@ -128,10 +128,27 @@ struct Add {
     }
 };
 
-// ---- SiLU, x sigmoid(x) (Elfwing et al., arXiv:1702.03118), and g times its derivative
+// ---- SiLU, x sigmoid(x) (Elfwing et al., arXiv:1702.03118), and g times its derivative, s (1 + x (1 - s))
+struct Sigmoid {
+    float s, rest;  // sigmoid(z), 1 - sigmoid(z)
+};
+
+// With t = exp(-|z|) the two are 1 / (1 + t) and t / (1 + t). Both are products, for a difference 1 - s would
+// keep the 2^-24 of s's rounding, and z of them stand beside a one in the derivative. Nothing overflows.
+// Errors to first order, in units of 2^-23: t has 2 by expf, or 2 + 1.173 |z| by __expf, which BF16 does not
+// see; the sum half, its inverse 1, each product half.
+template <typename T>
+__device__ inline Sigmoid sigmoid(float z) {
+    const float t = sizeof(T) == 4 ? expf(-fabsf(z)) : __expf(-fabsf(z));
+    float inverse;  // of 1 to 2: a division would look for exponents at the ends of FP32's range
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + t));
+    const float small = t * inverse;
+    return z < 0.0f ? Sigmoid{small, inverse} : Sigmoid{inverse, small};
+}
+
 template <typename T, int kCount, bool kBackward>
 struct Silu {
-    static constexpr int kItems = 2;
+    static constexpr int kItems = kBackward ? 2 : 4;
     const T* g;
     const T* x;
     T* out;
@@ -152,9 +169,10 @@ struct Silu {
         Vector<T, kCount> v;
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
-            const float z = to_float(from.v[j]), e = 1.0f + expf(-z), s = 1.0f / e;
+            const float z = to_float(from.v[j]);
+            const auto [s, rest] = sigmoid<T>(z);
             v.v[j] =
-                from_float<T>(kBackward ? to_float(gradient.v[j]) * (s * (1.0f + z * (1.0f - s))) : z / e);
+                from_float<T>(kBackward ? to_float(gradient.v[j]) * (s * __fmaf_rn(z, rest, 1.0f)) : z * s);
         }
         store_vector<kCount>(out + l.at, v);
     }

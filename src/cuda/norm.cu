@@ -91,12 +91,15 @@ bool cut(const NormShape& shape, int64_t width, int64_t tile_bytes, NormPlan* p)
     int64_t rows = std::max<int64_t>(1, std::min(part, threads / (most_images * chunks)));
     const int64_t even = 16 / std::gcd<int64_t>(16, chunks);  // rows whose chunks are a multiple of 16
     if (rows >= even) rows -= rows % even;
-    if (part > 128 * rows) return false;  // bits of store_fp4's special blocks
+    if (part > 64 * rows) return false;  // bits of store_fp4's special blocks
     p->pixels = static_cast<int>(shape.pixels), p->width = static_cast<int>(width);
     p->chunks = static_cast<int>(chunks), p->group = static_cast<int>(shape.c / shape.groups);
+    p->inverse_count = 1.0f / (static_cast<float>(p->pixels) * static_cast<float>(p->group));
     p->images = static_cast<int>(images), p->part = static_cast<int>(part);
     p->parts = static_cast<int>(parts), p->rows = static_cast<int>(rows);
     p->tiles = static_cast<int>(shape.c / width);
+    p->groups = p->width / p->group, p->parts_shift = 0;
+    while (1 << p->parts_shift < p->parts) ++p->parts_shift;
     p->threads = static_cast<int>(32 * ceil_div(images * rows * chunks, 32));
     p->swizzle = rows * chunks % 16 == 0;
     p->blocks = ceil_div(shape.n, images);
@@ -200,7 +203,8 @@ extern "C" int64_t fp4bf16_group_norm_workspace_size(const fp4bf16_group_norm_ar
 
 extern "C" fp4bf16_status fp4bf16_group_norm(const fp4bf16_group_norm_args* args, void* stream) {
     if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "group_norm: args is NULL");
-    NormJob job{*args, {}};
+    NormJob job{};
+    job.a = *args;
     FP4BF16_TRY(check_numbers("group_norm", job.a));
     if (!(job.a.eps >= 0.0f && std::isfinite(job.a.eps)))
         return fail(FP4BF16_INVALID_ARGUMENT, "group_norm: eps is %g, but must be finite and at least 0",

@@ -5,6 +5,7 @@
 // another's sums. So x is read from device memory once, and no sum depends on timing.
 #pragma once
 
+#include <atomic>
 #include <cuda_bf16.h>
 
 #include "common.h"
@@ -21,8 +22,10 @@ constexpr int kTeam = 8;           // threads that add up a group; most parts of
 // Thread t: chunk t % chunks, row t / chunks % rows, image t / chunks / rows.
 struct NormPlan {
     int pixels, width, chunks, group;  // group: channels of one, a multiple of 4
+    float inverse_count;               // 1 / elements of a group
     int images, part, parts, rows;     // part: pixels of a thread block; parts: thread blocks of a cluster
     int tiles, threads, swizzle;       // tiles: c / width
+    int groups, parts_shift;           // groups of a tile; parts = 2^parts_shift
     int64_t blocks;                    // ceil(n / images)
     uint32_t by_chunks, by_rows, by_pairs, by_double_rows, by_units;  // see `divided`; units of a group
 };
@@ -41,6 +44,9 @@ inline uint32_t reciprocal_of(int d) { return static_cast<uint32_t>((1 << 20) / 
 struct NormJob {
     fp4bf16_group_norm_args a;
     NormPlan plan;
+    float root;  // sqrt(elements of a group - 1), rounded up
+    // Where things are in shared memory, in bytes: see norm_forward.cu.
+    int scale, shift, mean, gamma, beta, partial, inbox, barrier, outer, shared;
 };
 
 struct NormBackwardJob {
@@ -50,7 +56,7 @@ struct NormBackwardJob {
 };
 
 // norm_forward.cu, norm_backward.cu: tiles. norm_simple.cu: any shape, x is read several times.
-fp4bf16_status norm_forward(const NormJob& job, cudaStream_t stream);
+fp4bf16_status norm_forward(NormJob job, cudaStream_t stream);
 fp4bf16_status norm_backward(const NormBackwardJob& job, cudaStream_t stream);
 fp4bf16_status norm_simple(const fp4bf16_group_norm_args& a, float* mean, float* rstd, cudaStream_t stream);
 fp4bf16_status norm_backward_simple(const fp4bf16_group_norm_backward_args& a, float* workspace,
@@ -59,11 +65,31 @@ fp4bf16_status norm_backward_simple(const fp4bf16_group_norm_backward_args& a, f
 fp4bf16_status norm_add_partials(const float* partial, int64_t rows, int64_t c, float* dgamma, float* dbeta,
                                  cudaStream_t stream);
 
+// All of the shared memory that a device has, asked for once a kernel and device.
+template <auto kKernel>
+fp4bf16_status norm_prepare() {
+    constexpr int kKnown = 64;  // devices with a place in the table
+    static std::atomic<bool> known[kKnown];
+    int device = 0, bytes = 0;
+    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "group_norm"));
+    if (device < kKnown && known[device].load(std::memory_order_relaxed)) return FP4BF16_OK;
+    FP4BF16_TRY(cuda_result(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                            "group_norm"));
+    FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                            "group_norm"));
+    FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                 cudaSharedmemCarveoutMaxShared),
+                            "group_norm"));
+    if (device < kKnown) known[device].store(true, std::memory_order_relaxed);
+    return FP4BF16_OK;
+}
+
 // One launch, as clusters of plan.parts thread blocks.
-template <typename Job>
-fp4bf16_status norm_launch(void (*kernel)(Job), const Job& job, int64_t shared, cudaStream_t stream) {
+template <auto kKernel, typename Job>
+fp4bf16_status norm_launch(const Job& job, int64_t shared, cudaStream_t stream) {
     constexpr int64_t kMost = 65535;
     const NormPlan& p = job.plan;
+    FP4BF16_TRY(norm_prepare<kKernel>());
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = static_cast<unsigned>(p.parts);
@@ -77,38 +103,47 @@ fp4bf16_status norm_launch(void (*kernel)(Job), const Job& job, int64_t shared, 
     launch.stream = stream;
     launch.attrs = &cluster;
     launch.numAttrs = p.parts > 1 ? 1 : 0;
-    FP4BF16_TRY(cuda_result(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
-        "group_norm"));
-    return cuda_result(cudaLaunchKernelEx(&launch, kernel, job), "group_norm");
+    return cuda_result(cudaLaunchKernelEx(&launch, kKernel, job), "group_norm");
 }
 
-// ---- clusters; before Hopper a plan has one part
-__device__ inline void cluster_arrive() {
+// ---- clusters: each thread block sends its sums to all, which wait for them at a barrier of their own. So
+// none ends before all that is sent to it is there. Before Hopper a plan has one part.
+// By all threads, at the start: `bytes` will come to this thread block.
+__device__ inline void open_inbox(uint64_t* barrier, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    ptx::cluster_arrive();
+    if (threadIdx.x == 0) {
+        ptx::barrier_init(barrier, 1);
+        ptx::fence_barrier_init();
+        ptx::barrier_arrive_expect_bytes(barrier, static_cast<uint32_t>(bytes));
+    }
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
-__device__ inline void cluster_wait() {
+// By all threads, before the first is sent: all inboxes are open.
+__device__ inline void wait_for_inboxes() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     ptx::cluster_wait();
 #endif
 }
-// What `here`, in shared memory, holds in thread block `rank` of the cluster.
-__device__ inline float remote(const float* here, int rank) {
-    float v = *here;
+// v to where `here` is in thread block `rank` of the cluster.
+__device__ inline void send(float* here, uint64_t* barrier, int rank, float v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %1, %2;\n"
-        "ld.shared::cluster.f32 %0, [there];\n"
-        "}\n"
-        : "=f"(v)
-        : "r"(ptx::shared_address(here)), "r"(rank)
+        ".reg .b32 there, their_barrier;\n"
+        "mapa.shared::cluster.u32 there, %0, %2;\n"
+        "mapa.shared::cluster.u32 their_barrier, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [their_barrier];\n"
+        "}\n" ::"r"(ptx::shared_address(here)),
+        "r"(ptx::shared_address(barrier)), "r"(rank), "f"(v)
         : "memory");
 #endif
-    return v;
+}
+__device__ inline void wait_for_inbox(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    ptx::barrier_wait(barrier, 0);
+#endif
 }
 
 // ---- a thread's place
@@ -121,8 +156,8 @@ struct NormTile {
     int64_t image;                          // first image
 
     __device__ explicit NormTile(const NormPlan& p) {
-        const int tile = static_cast<int>(blockIdx.x) / p.parts;
-        rank = static_cast<int>(blockIdx.x) - tile * p.parts;
+        const int tile = static_cast<int>(blockIdx.x) >> p.parts_shift;
+        rank = static_cast<int>(blockIdx.x) & (p.parts - 1);
         first_pixel = rank * p.part;
         count = max(0, min(p.part, p.pixels - first_pixel));
         channel = tile * p.width;
@@ -151,6 +186,15 @@ __device__ inline int images_here(const NormPlan& p, const NormTile& tile, int64
 // Chunks are stored swizzled, so that neighbouring threads that each read two read from all banks.
 __device__ inline int swizzled(int chunk, int swizzle) { return chunk ^ (chunk >> 3 & swizzle); }
 
+// Of what is read once, past the L1 cache.
+__device__ inline uint4 load_chunk(const uint4* from) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
 __device__ inline void copy_chunk(uint4* to, const __nv_bfloat16* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(ptx::shared_address(to)), "l"(from)
                  : "memory");
@@ -177,16 +221,22 @@ __device__ inline uint4 pack_chunk(const float (&x)[8]) {
                       pack_bf16(x[6], x[7]));
 }
 
-// 1 / (1 + exp(-z)), relative error about that of ex2.approx and of z log2(e): 2^-22 + 2^-24 |z|. Under
-// z = -87 it is zero, where exact values are under 2^-125.
-__device__ inline float sigmoid(float z) {
-    float e, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.44269504f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
-    return inverse;
+// Approximations of one instruction, relative error about 2^-23; what is subnormal counts as zero.
+__device__ inline float inverse_of(float v) {
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(v));
+    return v;
 }
+__device__ inline float exp2_of(float v) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(v));
+    return v;
+}
+constexpr float kLog2E = 1.44269504f;
 
-// Forward and backward compute z in the same steps; scale = gamma * rstd.
+// 1 / (1 + exp(-z)), relative error 2^-22 + 2^-24 |z|. Under z = -87 it is zero, where exact values are under
+// 2^-125.
+__device__ inline float sigmoid(float z) { return inverse_of(1.0f + exp2_of(z * -kLog2E)); }
+
+// scale = gamma * rstd
 __device__ inline float affine(float x, float mean, float scale, float shift) {
     return __fmaf_rn(x - mean, scale, shift);
 }

@@ -9,11 +9,12 @@ namespace fp4bf16 {
 namespace {
 
 struct Shared {
-    uint4 *x, *g;   // (images, part, chunks)
-    float* rows;    // (images, rows, width + 4): one of the sums, of each thread; rows of distinct banks
-    float* sums;    // (3, images, width): of u, u * d (later u * h), d over the pixels here
-    float* totals;  // the same over the image
-    float2* group;  // (images, units): what is subtracted: rstd * mean(u gamma), and a factor of d
+    uint4 *x, *g;       // (images, part, chunks)
+    float* rows;        // (images, rows, width + 4): one of the sums, of each thread; rows of distinct banks
+    float* sums;        // (3, images, width): of u, u * d (later u * h), d over the images' pixels
+    float* inbox;       // (parts, 3, width): of the cluster's thread blocks
+    float2* group;      // (images, units): what is subtracted: rstd * mean(u gamma), and a factor of d
+    uint64_t* barrier;  // of the inbox
 
     FP4BF16_HD Shared(const NormPlan& p, void* memory) {
         const int chunks = p.images * p.part * p.chunks, channels = p.images * p.width;
@@ -21,10 +22,11 @@ struct Shared {
         g = x + chunks;
         rows = reinterpret_cast<float*>(g + chunks);
         sums = rows + p.images * p.rows * (p.width + 4);
-        totals = p.parts > 1 ? sums + 3 * channels : sums;
-        group = reinterpret_cast<float2*>(totals + 3 * channels);
+        inbox = sums + 3 * channels;
+        group = reinterpret_cast<float2*>(inbox + (p.parts > 1 ? p.parts * 3 * p.width : 0));
+        barrier = reinterpret_cast<uint64_t*>(group + channels / 4);
     }
-    FP4BF16_HD void* end(const NormPlan& p) const { return group + p.images * p.width / 4; }
+    FP4BF16_HD void* end() const { return barrier + 1; }
 };
 
 // The eight channels of a thread.
@@ -90,22 +92,25 @@ __device__ inline void add_pixels(const NormPlan& p, const NormTile& tile, const
     }
 }
 
-// sums[i] = the sum over the rows, for the images' channels.
-__device__ inline void add_rows(const NormPlan& p, int images, const float* rows, float* sums) {
+// Sum k of each channel of the images: over the rows, to s.sums or to the inboxes of the cluster.
+__device__ inline void add_rows(const NormPlan& p, const NormTile& tile, int images, int k, const Shared& s) {
     const int lanes = p.rows < kTeam ? 1 : kTeam, stride = p.width + 4;
     const int lane = threadIdx.x % lanes, first = threadIdx.x / lanes, step = blockDim.x / lanes;
     for (int image = 0; image < images; ++image)
         for (int i = first; i < p.width; i += step) {
-            const float* from = rows + image * p.rows * stride + i;
+            const float* from = s.rows + image * p.rows * stride + i;
             float sum = 0.0f;
 #pragma unroll 4
             for (int row = lane; row < p.rows; row += lanes) sum += from[row * stride];
             if (lanes > 1) sum = team_sum(sum);
-            if (lane == 0) sums[image * p.width + i] = sum;
+            if (p.parts == 1 && lane == 0) s.sums[(k * p.images + image) * p.width + i] = sum;
+            if (p.parts > 1)
+                for (int rank = lane; rank < p.parts; rank += lanes)
+                    send(s.inbox + (tile.rank * 3 + k) * p.width + i, s.barrier, rank, sum);
         }
 }
 
-__device__ inline void add_threads(const NormPlan& p, const NormThread& t, int images,
+__device__ inline void add_threads(const NormPlan& p, const NormTile& tile, const NormThread& t, int images,
                                    const float (&sums)[3][8], const Shared& s) {
 #pragma unroll
     for (int k = 0; k < 3; ++k) {
@@ -116,20 +121,17 @@ __device__ inline void add_threads(const NormPlan& p, const NormThread& t, int i
             to[1] = make_float4(sums[k][4], sums[k][5], sums[k][6], sums[k][7]);
         }
         __syncthreads();
-        add_rows(p, images, s.rows, s.sums + k * p.images * p.width);
+        if (k == 0 && p.parts > 1) wait_for_inboxes();
+        add_rows(p, tile, images, k, s);
         __syncthreads();
     }
-}
-
-// The sums of the whole image, from all thread blocks of the cluster, in order.
-__device__ inline void add_cluster(const NormPlan& p, const Shared& s) {
-    cluster_arrive(), cluster_wait();
+    if (p.parts == 1) return;
+    wait_for_inbox(s.barrier);
     for (int i = threadIdx.x; i < 3 * p.width; i += blockDim.x) {
         float sum = 0.0f;
-        for (int rank = 0; rank < p.parts; ++rank) sum += remote(s.sums + i, rank);
-        s.totals[i] = sum;
+        for (int rank = 0; rank < p.parts; ++rank) sum += s.inbox[rank * 3 * p.width + i];
+        s.sums[i] = sum;
     }
-    cluster_arrive();  // the others may end once this has read
     __syncthreads();
 }
 
@@ -139,20 +141,19 @@ __device__ inline void finish_groups(const NormBackwardJob& job, const NormTile&
     const NormPlan& p = job.plan;
     const int lane = threadIdx.x % kTeam, team = threadIdx.x / kTeam, teams = blockDim.x / kTeam;
     const int groups = p.width / p.group, channels = p.images * p.width;
-    const float inverse = 1.0f / (static_cast<float>(p.pixels) * static_cast<float>(p.group));
     for (int image = 0; image < images; ++image)
         for (int g = team; g < groups; g += teams) {
             const float rstd = job.a.rstd[(tile.image + image) * job.a.groups + tile.channel / p.group + g];
             const float* gamma = job.a.gamma + tile.channel + g * p.group;
-            float *u = s.totals + image * p.width + g * p.group, *uh = u + channels, *d = uh + channels;
+            float *u = s.sums + image * p.width + g * p.group, *uh = u + channels, *d = uh + channels;
             float first = 0.0f, second = 0.0f;
             for (int i = lane; i < p.group; i += kTeam) {
                 uh[i] *= rstd;
                 first = __fmaf_rn(gamma[i], u[i], first);
                 second = __fmaf_rn(gamma[i], uh[i], second);
             }
-            first = rstd * (team_sum(first) * inverse);
-            second = rstd * rstd * (team_sum(second) * inverse);
+            first = rstd * (team_sum(first) * p.inverse_count);
+            second = rstd * rstd * (team_sum(second) * p.inverse_count);
             for (int i = lane; i < p.group / 4; i += kTeam)
                 s.group[(image * p.width + g * p.group) / 4 + i] = make_float2(first, second);
             if (job.a.dshift == nullptr || tile.rank != 0) continue;
@@ -172,8 +173,8 @@ __device__ inline void store_partials(const NormBackwardJob& job, const NormTile
     for (int i = threadIdx.x; i < p.width; i += blockDim.x) {
         float gamma = 0.0f, beta = 0.0f;
         for (int image = 0; image < images; ++image) {
-            beta += s.totals[image * p.width + i];
-            gamma += s.totals[(p.images + image) * p.width + i];
+            beta += s.sums[image * p.width + i];
+            gamma += s.sums[(p.images + image) * p.width + i];
         }
         to[i] = gamma;
         to[p.blocks * job.a.c + i] = beta;
@@ -227,8 +228,8 @@ __global__ void __launch_bounds__(kNormThreads, 3)
     const NormTile tile(p);
     if (tile.image >= job.a.n) return;  // the whole cluster
     const int images = images_here(p, tile, job.a.n);
-    NormThread t(p.chunks, p.by_chunks, p.rows, p.by_rows, p.images);
-    if (t.image >= images) t.image = -1;
+    const NormThread t(p.chunks, p.by_chunks, p.rows, p.by_rows, images);
+    if (p.parts > 1) open_inbox(s.barrier, p.parts * 3 * p.width * static_cast<int>(sizeof(float)));
     if (t.image >= 0) {
         fetch(job.a.x, job.a.x_image, job.a.x_pixel, p, tile, t, s.x);
         fetch(job.a.g, job.a.g_image, job.a.g_pixel, p, tile, t, s.g);
@@ -237,23 +238,21 @@ __global__ void __launch_bounds__(kNormThreads, 3)
     wait_chunks();
     float sums[3][8] = {};
     if (t.image >= 0) add_pixels<kSilu>(p, tile, t, c, s, sums);
-    add_threads(p, t, images, sums, s);
-    if (p.parts > 1) add_cluster(p, s);
+    add_threads(p, tile, t, images, sums, s);
     finish_groups(job, tile, images, s);
     __syncthreads();
     store_partials(job, tile, images, s);
     if (t.image >= 0) store_gradient<kSilu>(job, tile, t, c, s);
-    if (p.parts > 1) cluster_wait();
 }
 
 }  // namespace
 
 fp4bf16_status norm_backward(const NormBackwardJob& job, cudaStream_t stream) {
     const Shared s(job.plan, nullptr);
-    const auto bytes = reinterpret_cast<intptr_t>(s.end(job.plan));
+    const auto bytes = reinterpret_cast<intptr_t>(s.end());
     FP4BF16_TRY(job.a.activation == FP4BF16_SILU
-                    ? norm_launch(norm_backward_kernel<true>, job, bytes, stream)
-                    : norm_launch(norm_backward_kernel<false>, job, bytes, stream));
+                    ? norm_launch<norm_backward_kernel<true>>(job, bytes, stream)
+                    : norm_launch<norm_backward_kernel<false>>(job, bytes, stream));
     if (job.partial == nullptr) return FP4BF16_OK;
     return norm_add_partials(job.partial, job.plan.blocks, job.a.c, job.a.dgamma, job.a.dbeta, stream);
 }

@@ -72,13 +72,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // FP4 results, and BF16 ones beside them.
-__global__ void __launch_bounds__(kThreads)
-    blocks_kernel(const __grid_constant__ fp4bf16_group_norm_args a, const float* mean, const float* rstd) {
-    __shared__ uint32_t most[2 * 8];
-    fetch_largest(a, most);
-    __syncthreads();
+__global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant__ fp4bf16_group_norm_args a,
+                                                          const float* mean, const float* rstd, float root) {
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups, blocks = a.c / 16;
-    const Outer o = static_outer(most, kWarps, a.pixels, width);
+    const Outer o = static_outer(a, root);
     if (blockIdx.x == 0 && threadIdx.x == 0) *a.outer_scale = o.decode;
     const FourBit to(a, 0);
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < a.n * a.pixels * blocks; i += step) {
@@ -217,7 +214,8 @@ __global__ void __launch_bounds__(1024)
 fp4bf16_status norm_simple(const fp4bf16_group_norm_args& a, float* mean, float* rstd, cudaStream_t stream) {
     statistics_kernel<<<most_blocks(a.n * a.groups), kThreads, 0, stream>>>(a, mean, rstd);
     if (a.expanded != nullptr || a.packed != nullptr)
-        blocks_kernel<<<grid_for(a.n * a.pixels * (a.c / 16)), kThreads, 0, stream>>>(a, mean, rstd);
+        blocks_kernel<<<grid_for(a.n * a.pixels * (a.c / 16)), kThreads, 0, stream>>>(
+            a, mean, rstd, root_up(a.pixels * (a.c / a.groups)));
     else if (a.y != nullptr)
         elements_kernel<<<grid_for(a.n * a.pixels * a.c), kThreads, 0, stream>>>(a, mean, rstd);
     return cuda_result(cudaGetLastError(), "group_norm");

@@ -171,8 +171,9 @@ fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream
     p.staged = e.d_dtype != FP4BF16_FLOAT32 && copy_engine_takes(e.d, p.d_strides, p.n, p.h, p.w);
     p.prefetched = p.staged && p.residual != nullptr && p.residual_dtype == FP4BF16_BFLOAT16 &&
                    copy_engine_takes(p.residual, p.residual_strides, p.n, p.h, p.w);
-    p.extra = p.alpha != 1.0f || e.bias != nullptr || p.bias2 != nullptr || p.image_bias != nullptr ||
-              e.activation != FP4BF16_NONE || (p.residual != nullptr && !p.prefetched);
+    p.one_scale = p.one_image || p.image_scale_step == 0;
+    p.extra = p.alpha != 1.0f || (p.image_bias != nullptr && !p.one_image) || e.activation != FP4BF16_NONE ||
+              (p.residual != nullptr && !p.prefetched);
     if (p.staged) FP4BF16_TRY(result_maps(problem, "d", e.d, p.d_strides, &p.d));
     if (p.prefetched)
         FP4BF16_TRY(result_maps(problem, "residual", p.residual, p.residual_strides, &p.residual_map));
@@ -242,12 +243,14 @@ Problem forward_problem(const fp4bf16_conv2d_args& a) {
     set_result(&q, a.d, a.d_dtype, a.d_strides, a.residual, a.residual_dtype, a.residual_strides, a.o);
     q.epilogue.col_scale = a.col_scale, q.epilogue.col_step = a.col_scale_step;
     q.epilogue.activation = a.activation;
-    q.epilogue.bias = a.bias, q.epilogue.bias_dtype = a.bias_dtype;
-    q.bias2 = a.bias2, q.alpha = a.alpha;
+    q.bias = a.bias, q.bias2 = a.bias2, q.epilogue.bias_dtype = a.bias_dtype;
+    if (q.bias == nullptr) std::swap(q.bias, q.bias2);
+    q.alpha = a.alpha;
+    // Any that is not NULL says that the biases of the columns come after alpha.
+    if (q.alpha != 1.0f) q.epilogue.bias = q.bias != nullptr ? q.bias : a.image_bias;
     q.image_scale = a.image_scale, q.image_scale_step = a.image_scale_step;
     q.image_bias = a.image_bias, q.image_bias_stride = a.image_bias_stride;
     q.image_bias_dtype = a.image_bias_dtype;
-    if (q.bias2 != nullptr && q.epilogue.bias == nullptr) std::swap(q.bias2, q.epilogue.bias);
     return p;
 }
 

@@ -37,11 +37,13 @@ struct ConvParams {
     int n, h, w;              // of the result
     bool staged, prefetched;  // the result leaves, the residual comes through shared memory
     bool one_image;           // a tile lies in one image
-    bool extra;               // anything but scales and a prefetched residual
+    bool one_scale;           // of pictures, for all rows of a tile
+    bool extra;               // anything but scales, bias and a prefetched residual
     Schedule schedule;
-    Epilogue epilogue;  // column scales, bias, activation, and what d is
+    Epilogue epilogue;  // column scales, activation, what d is; bias alone where it waits for alpha
     float alpha;
     const float* image_scale;
+    const void* bias;
     const void* bias2;
     const void* image_bias;
     const void* residual;
@@ -196,21 +198,62 @@ struct Rows {
     }
 };
 
-// Scales and biases of the tile's columns; a bias of the image too, where the tile lies in one.
+// Scales and biases of the tile's columns; with those of the picture, where the tile lies in one.
 template <class C>
 __device__ inline void load_columns(const ConvParams& p, ColumnVectors<C::kTileN>& columns,
                                     const ConvCorner<C>& corner) {
-    columns.load(p.epilogue, corner.n, 0);
-    const bool image = p.one_image && p.image_bias != nullptr && corner.at.n < p.n;
-    if (p.bias2 == nullptr && !image) return;
+    const Epilogue& e = p.epilogue;
+    const int64_t image = min(corner.at.n, p.n - 1);
+    const bool one_scale = p.one_scale && p.image_scale != nullptr;
+    const float by_image = one_scale ? __ldg(p.image_scale + image * p.image_scale_step) : 1.0f;
 #pragma unroll
     for (int i = 0; i < columns.kEach; ++i) {
         const int c = corner.n + threadIdx.x % 128 + 128 * i;
-        if (c >= p.epilogue.n || (C::kTileN % 128 != 0 && threadIdx.x % 128 + 128 * i >= C::kTileN)) continue;
-        if (p.bias2 != nullptr) columns.bias[i] += load_as_float(p.bias2, p.epilogue.bias_dtype, c);
-        if (image)
+        columns.scale[i] = 1.0f, columns.bias[i] = 0.0f;
+        if (c >= e.n || (C::kTileN % 128 != 0 && threadIdx.x % 128 + 128 * i >= C::kTileN)) continue;
+        columns.scale[i] = by_image;
+        if (e.col_scale != nullptr) columns.scale[i] *= __ldg(e.col_scale + c * e.col_step);
+        if (p.bias != nullptr) columns.bias[i] = load_as_float(p.bias, e.bias_dtype, c);
+        if (p.bias2 != nullptr) columns.bias[i] += load_as_float(p.bias2, e.bias_dtype, c);
+        if (p.one_image && p.image_bias != nullptr)
             columns.bias[i] +=
-                load_as_float(p.image_bias, p.image_bias_dtype, corner.at.n * p.image_bias_stride + c);
+                load_as_float(p.image_bias, p.image_bias_dtype, image * p.image_bias_stride + c);
+    }
+}
+
+// acc = acc * scale + bias, by column.
+template <int kAccumulators>
+__device__ inline void scale_and_add(float (&acc)[kAccumulators], const float2* scale, const float2* bias) {
+#pragma unroll
+    for (int j = 0; j < kAccumulators; j += 4) {
+        const float2 s = scale[j], b = bias[j];
+        acc[j] = fmaf(acc[j], s.x, b.x);
+        acc[j + 1] = fmaf(acc[j + 1], s.y, b.y);
+        acc[j + 2] = fmaf(acc[j + 2], s.x, b.x);
+        acc[j + 3] = fmaf(acc[j + 3], s.y, b.y);
+    }
+}
+
+// What follows the first track's product: scales, and the biases unless they wait for alpha.
+template <class C>
+__device__ inline void scale_rows(const ConvParams& p, Accumulators<C>& acc, const Rows<C>& rows,
+                                  const ColumnVectors<C::kTileN>& columns) {
+    const bool biased = p.bias != nullptr || (p.one_image && p.image_bias != nullptr);
+    if (p.image_scale == nullptr && p.epilogue.col_scale == nullptr && !biased) return;
+#pragma unroll
+    for (int wave = 0; wave < C::kWaves; ++wave) {
+        if (__builtin_expect(!p.one_scale && p.image_scale != nullptr, 0)) {
+            float by_row[2];
+            for (int half = 0; half < 2; ++half)
+                by_row[half] =
+                    __ldg(p.image_scale + min(rows.at[wave][half].n, p.n - 1) * p.image_scale_step);
+#pragma unroll
+            for (int i = 0; i < C::kAccumulators; ++i) acc[wave][i] *= by_row[lower(i)];
+        }
+        if (p.epilogue.bias == nullptr)
+            scale_and_add(acc[wave], columns.scales(), columns.biases());
+        else
+            scale_fragment(acc[wave], {1.0f, 1.0f}, columns.scales());
     }
 }
 
@@ -225,7 +268,7 @@ __device__ inline void add_rows(float (&acc)[kAccumulators], const void* base, i
     }
 }
 
-// All between the product and its rounding but scales and a prefetched residual.
+// All between the scaled sums and their rounding but a prefetched residual.
 template <class C>
 __device__ inline void finish_rows(const ConvParams& p, Accumulators<C>& acc, const Rows<C>& rows,
                                    const float2* bias, int col) {
@@ -339,8 +382,6 @@ template <class C>
 __device__ inline void consume_conv(const ConvParams& p, const SharedStages<C>& shared, uint64_t* own_empty,
                                     int cluster, int clusters, int rank) {
     const int group = uniform(threadIdx.x / 128 - 1);
-    const Epilogue& e = p.epilogue;
-    const bool scaled = p.image_scale != nullptr || e.col_scale != nullptr;
     const bool e4m3 = C::kE4m3 && p.fp4.taps > 0;
     Consumer<C, true, true> c(shared, group);
     c.own_empty = uniform(ptx::shared_address(own_empty));
@@ -349,20 +390,10 @@ __device__ inline void consume_conv(const ConvParams& p, const SharedStages<C>& 
         const ConvCorner<C> corner(p, tile, rank);
         const Rows<C> rows(p, corner, group);
         Accumulators<C> acc;
-        float by_row[C::kWaves][2];
-#pragma unroll
-        for (int i = 0; i < 2 * C::kWaves; ++i)
-            by_row[i / 2][i % 2] =
-                p.image_scale == nullptr
-                    ? 1.0f
-                    : __ldg(p.image_scale + min(rows.at[i / 2][i % 2].n, p.n - 1) * p.image_scale_step);
         load_columns<C>(p, columns, corner);
         auto scale = [&] {
             columns.publish(1 + group);
-            if (!scaled) return;
-#pragma unroll
-            for (int wave = 0; wave < C::kWaves; ++wave)
-                scale_fragment(acc[wave], by_row[wave], columns.scales());
+            scale_rows<C>(p, acc, rows, columns);
         };
         if constexpr (C::kE4m3) {
             if (e4m3) {
@@ -387,7 +418,7 @@ __device__ inline void consume_conv(const ConvParams& p, const SharedStages<C>& 
             for (int i = 0; i < C::kWaves * C::kAccumulators; ++i)
                 acc[i / C::kAccumulators][i % C::kAccumulators] = 0;
             c.release_storing();
-            columns.publish(1 + group);
+            scale();
         }
         const int col = corner.n + threadIdx.x % 4 * 2;
         if (__builtin_expect(p.extra, 0)) finish_rows<C>(p, acc, rows, columns.biases(), col);

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ...adapters import DeviceArray
 from ...backends import cuda_attention
 from .blocks import summed
-from .products import Layer, Norm, input_gradient, normed, pictures, product, weight_gradient
+from .products import Group, Layer, Norm, Part, input_gradient, normed, pictures, product, weight_gradient
 from .workspace import Run, part, seen
 
 
@@ -25,15 +25,18 @@ class Kept(NamedTuple):
     out: DeviceArray  # of the attention
     lse: DeviceArray
     again_out: Any
-    tracks: tuple[str, ...]  # of to_q, to_k, to_v, to_out
+    parts: list[Part]  # of to_q, to_k, to_v
+    track: str  # of to_out
 
 
 class AttentionBlock:
     """See `nn.Attention`, of whose parameters `name` is the prefix."""
 
-    def __init__(self, name: str, module: Any):
+    def __init__(self, name: str, module: Any, layout: Any):
         self.norm = Norm(f"{name}.group_norm", module.group_norm)
-        self.inward = [Layer(f"{name}.{n}", getattr(module, n)) for n in ("to_q", "to_k", "to_v")]
+        self.inward = Group(
+            [Layer(f"{name}.{n}", getattr(module, n)) for n in ("to_q", "to_k", "to_v")], layout
+        )
         self.outward = Layer(f"{name}.to_out.0", module.to_out[0])
         self.heads = module.heads
 
@@ -59,40 +62,41 @@ class AttentionBlock:
     # ---- forward
     def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
         n, h, w, c = x.shape
-        tracks = tuple(layer.track for layer in (*self.inward, self.outward))
+        parts, track = self.inward.parts(), self.outward.track
         feeds, statistics = {}, {}
-        for track in dict.fromkeys(tracks[:3]):
-            feeds[track], statistics = normed(run, self.norm, x, False, track)
+        for kind in dict.fromkeys(p.track for p in parts):
+            feeds[kind], statistics = normed(run, self.norm, x, False, kind)
         qkv = run.empty((n, h, w, 3 * c), hold="saved BF16")
-        for layer, track, target in zip(self.inward, tracks, self._parts(qkv), strict=False):
-            product(run, layer, feeds[track], target)
-        again = {track: feed.again for track, feed in feeds.items()}
+        for p in parts:
+            product(run, p.layer, feeds[p.track], part(qkv, p.start, p.layer.o))
+        again = {kind: feed.again for kind, feed in feeds.items()}
         del feeds
         mixed = run.empty(x.shape, hold="saved BF16")
         lse = run.empty((n, self.heads, h * w), "float32", "statistics") if run.recording else None
         tokens = [self._tokens(t) for t in (*self._parts(qkv), mixed)]
         cuda_attention.forward(*tokens, run.stream, scale=self.scale, lse=lse)
-        feed = pictures(run, mixed, tracks[3], kept=True)
+        feed = pictures(run, mixed, track, kept=True)
         product(run, self.outward, feed, out, residual=x)
         if not run.recording:
             return None
         run.hold("saved BF16", x)
-        return Kept(x, statistics, again, qkv, mixed, lse, feed.again, tracks)
+        return Kept(x, statistics, again, qkv, mixed, lse, feed.again, parts, track)
 
     # ---- backward
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         shape = kept.x.shape
         weight_gradient(run, self.outward, kept.again_out(run), g)
-        d = input_gradient(run, self.outward, kept.tracks[3], g, shape)
+        d = input_gradient(run, self.outward, kept.track, g, shape)
         dqkv = run.empty(kept.qkv.shape)
         self._attention_backward(run, kept, d, dqkv)
-        x, statistics, again, tracks = kept.x, kept.statistics, kept.again, kept.tracks
+        x, statistics, again, parts = kept.x, kept.statistics, kept.again, kept.parts
         del d, kept
-        value = {track: f(run) for track, f in again.items()}
+        value = {kind: f(run) for kind, f in again.items()}
         gradient = None
-        for layer, track, g_in in zip(self.inward, tracks, self._parts(dqkv), strict=False):
-            weight_gradient(run, layer, value[track], g_in)
-            gradient = input_gradient(run, layer, track, g_in, shape, gradient)
+        for p in parts:
+            own = part(dqkv, p.start, p.layer.o)
+            weight_gradient(run, p.layer, value[p.track], own)
+            gradient = input_gradient(run, p.layer, p.track, own, shape, gradient)
         del value
         return self.norm.backward(run, x, gradient, False, statistics, summed(run, g, add))
 

@@ -8,20 +8,68 @@ from ...adapters import DeviceArray
 from ...backends import cuda_conv, cuda_elementwise, cuda_math
 from ...backends.cuda_gemm import filled, round_up
 from ...device import call
-from .products import Feed, Layer, input_gradient, pictures, product, weight_gradient
-from .workspace import Run, converted, part, shaped
+from .products import Feed, Group, Layer, input_gradient, pictures, product, weight_gradient
+from .workspace import Run, converted, part, seen, shaped
+
+
+class Projections:
+    """The layers that lead the embedding to each residual block, in groups of equal width: few products in
+    place of many small ones, forward and backward.
+    """
+
+    def __init__(self, layers: list[Layer], layout: Any):
+        widths: dict[int, list[Layer]] = {}
+        for layer in layers:
+            widths.setdefault(layer.o, []).append(layer)
+        self.groups = [Group(same, layout) for same in widths.values()]
 
 
 class Time:
-    """The embedding that the residual blocks read, in the form of each track that asks for it."""
+    """The embedding (N, 1, 1, D), what the residual blocks add of it, and the gradients in that."""
 
-    def __init__(self, value: DeviceArray):
-        self.value, self._feeds = value, {}
+    def __init__(self, run: Run, projections: Projections, value: DeviceArray):
+        self.value, self._bias, self._gradient = value, {}, {}
+        self._groups = [(group, group.parts()) for group in projections.groups]
+        self._feeds: dict[str, Feed] = {}
+        for group, parts in self._groups:
+            sums = run.empty((*value.shape[:3], group.o), "float32")
+            for p in parts:
+                if p.track not in self._feeds:
+                    self._feeds[p.track] = pictures(run, value, p.track)
+                product(run, p.layer, self._feeds[p.track], part(sums, p.start, p.layer.o))
+            for i, layer in enumerate(group.layers):
+                own = part(sums, i * layer.o, layer.o)
+                self._bias[layer.name] = seen(own, (value.shape[0], layer.o), (group.o, 1))
 
-    def feed(self, run: Run, track: str) -> Feed:
-        if track not in self._feeds:
-            self._feeds[track] = pictures(run, self.value, track)
-        return self._feeds[track]
+    def bias(self, layer: Layer) -> DeviceArray:
+        """What `layer` makes of the embedding: (N, O) float32."""
+        return self._bias[layer.name]
+
+    def gradient(self, run: Run, layer: Layer) -> DeviceArray:
+        """Where the gradient in `bias` is written: (N, O) float32, those of a group side by side."""
+        if not self._gradient:
+            n = self.value.shape[0]
+            for group, _ in self._groups:
+                whole = run.empty((len(group.layers), n, group.layers[0].o), "float32")
+                for i, member in enumerate(group.layers):
+                    place = whole.address + 4 * i * n * member.o
+                    self._gradient[member.name] = seen(whole, (n, member.o), (member.o, 1), place)
+        return self._gradient[layer.name]
+
+    def backward(self, run: Run) -> DeviceArray:
+        """The gradient in `value`, float32; those of the layers' parameters are added to theirs."""
+        total, n = None, self.value.shape[0]
+        again = {track: feed.again(run) for track, feed in self._feeds.items()}
+        for group, parts in self._groups:
+            width = group.layers[0].o
+            for p in parts:
+                first, count = group.layers[p.start // width], p.layer.o // width
+                g = run.empty((n, 1, 1, p.layer.o))  # (layers, N, O) -> (N, layers, O)
+                call("convert", self.gradient(run, first).address, 0, n, count, width, width, n * width, 1,
+                     g.address, 1, width, run.stream)  # fmt: skip
+                weight_gradient(run, p.layer, again[p.track], g)
+                total = input_gradient(run, p.layer, p.track, g, self.value.shape, total, "float32")
+        return total
 
 
 class Kept(NamedTuple):
@@ -39,8 +87,8 @@ class Kept(NamedTuple):
 class Embedding:
     """Timesteps, and class labels or captions where the model has them."""
 
-    def __init__(self, model: Any):
-        c = model.config
+    def __init__(self, model: Any, projections: Projections):
+        c, self.projections = model.config, projections
         self.channels, self.flip, self.shift = c.block_out_channels[0], c.flip_sin_to_cos, c.freq_shift
         self.dim, self.classes, self.vocabulary = c.time_dim, c.num_class_embeds, c.caption_vocabulary
         names = ("time_embedding.linear_1", "time_embedding.linear_2")
@@ -62,7 +110,7 @@ class Embedding:
         added, words = self._conditions(run, batch, labels, captions)
         product(run, self.linear2, second, total, residual=added)
         cuda_elementwise.silu(total, value, run.stream)
-        run.time = Time(value)
+        run.time = Time(run, self.projections, value)
         if not run.recording:
             return None
         run.hold("saved BF16", inner, total, value)
@@ -104,10 +152,8 @@ class Embedding:
 
     # ---- backward
     def backward(self, run: Run, kept: Kept) -> None:
-        """From `run.time_gradient`; None where no block reads the embedding."""
-        if run.time_gradient is None:
-            return
-        g = converted(run, run.time_gradient, self.dim)
+        """From the gradients that the residual blocks left in `run.time`."""
+        g = converted(run, run.time.backward(run), self.dim)
         d = run.empty(g.shape)
         cuda_elementwise.silu_backward(g, kept.total, d, run.stream)
         batch = d.shape[0]

@@ -10,6 +10,7 @@ anywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +28,11 @@ class Graph:
     """
 
     def __init__(self, like: Any):
-        self._like = device.operand(like, "like")
         self._work: _Eager | _Captured | None = None
+        self._like = device.operand(like, "like")
+
+    def __del__(self):
+        self.release()
 
     def capture(self, function: Callable[[int], Any], warmups: int = 1) -> Any:
         """Call ``function(stream)`` `warmups` times, which do what they do, then capture one more call, which
@@ -69,7 +73,9 @@ class Graph:
 
     def release(self) -> None:
         """Drop the graph and its pool; those who still use arrays of the result keep their memory alone."""
-        self._work = None
+        work, self._work = self._work, None
+        if work is not None:
+            work.close()
 
 
 class _Eager:
@@ -89,12 +95,26 @@ class _Eager:
         self.result = self._function(stream)
         return self.result
 
+    def close(self) -> None:
+        self.result = None
+
     @staticmethod
     def memory() -> int:
         return 0
 
 
-def _refused(error: Exception) -> CudaError:
+def _of_capture(error: BaseException, runtime: Any) -> bool:
+    """Whether `error` says that a call is refused under capture: CUDA's own, or what CuPy raises before it
+    asks CUDA ("the current stream is capturing, so D2H transfers are disallowed").
+    """
+    if isinstance(error, runtime.CUDARuntimeError):
+        return True
+    if isinstance(error, CudaError) or not isinstance(error, RuntimeError):
+        return False
+    return re.search("stream (is|was) capturing|stream capture", str(error)) is not None
+
+
+def _refused(error: BaseException) -> CudaError:
     return CudaError(f"capture: the function cannot be captured ({error}); it must neither wait for the "
                      f"device nor read from it, and it must join every stream that it uses")  # fmt: skip
 
@@ -117,6 +137,46 @@ class _Growth:
                             f"free memory, or capture with a warm-up") from None  # fmt: skip
 
 
+class _Pool:
+    """A pool of CuPy that its arrays keep, and that gives its blocks back when nobody has it any more.
+
+    CuPy's arrays know their pool weakly, and the free blocks of one that is dropped are lost for good (14.2:
+    a free block and the list that it stands in hold each other, by a count that the collector does not see).
+    """
+
+    def __init__(self, cuda: Any, place: int):
+        self._cuda, self._place, self.growth = cuda, place, _Growth(cuda)
+        self._blocks = cuda.MemoryPool(self.growth)
+
+    def malloc(self, size: int) -> Any:
+        block = self._blocks.malloc(size)
+        memory = self._cuda.UnownedMemory(block.ptr, size, _Lent(self, block), self._place)
+        return self._cuda.MemoryPointer(memory, 0)
+
+    def give_back(self) -> None:
+        """Free blocks go to the device."""
+        self._blocks.free_all_blocks()
+
+    def total_bytes(self) -> int:
+        return self._blocks.total_bytes()
+
+    def __del__(self):
+        if hasattr(self, "_blocks"):
+            self.give_back()
+
+
+class _Lent:
+    """What an array holds of a pool: its block, which goes back before the pool may go."""
+
+    __slots__ = ("_pool", "_block")
+
+    def __init__(self, pool: _Pool, block: Any):
+        self._pool, self._block = pool, block
+
+    def __del__(self):
+        self._block = None
+
+
 class _Captured:
     """A graph of CuPy, its pool and the stream that it was captured on. The function is kept, for it holds
     the arrays that the graph reads.
@@ -125,9 +185,9 @@ class _Captured:
     def __init__(self, like: device.DeviceArray, function: Callable[[int], Any]):
         self._framework = framework = device._FRAMEWORKS["cupy"]
         self._cuda, self._place, self._function = framework.cupy.cuda, like.device, function
-        self._graph, self.result, self._growth = None, None, _Growth(framework.cupy.cuda)
+        self._graph, self.result = None, None
         with self._cuda.Device(self._place):
-            self._pool = self._cuda.MemoryPool(self._growth)
+            self._pool = _Pool(self._cuda, self._place)
             self._stream = self._cuda.Stream(non_blocking=True)
 
     @contextmanager
@@ -147,7 +207,7 @@ class _Captured:
     def capture(self) -> None:
         with self._inside() as handle:
             self._framework.pooled.add(handle)
-            self._growth.capturing = True
+            self._pool.growth.capturing = True
             try:
                 self._stream.begin_capture(self._cuda.runtime.streamCaptureModeRelaxed)
                 try:
@@ -157,7 +217,7 @@ class _Captured:
                     raise
                 self._graph = self._end()
             finally:
-                self._growth.capturing = False
+                self._pool.growth.capturing = False
                 self._framework.pooled.discard(handle)
 
     def _end(self) -> Any:
@@ -176,8 +236,12 @@ class _Captured:
             self._stream.end_capture()
         except self._cuda.runtime.CUDARuntimeError:
             pass
-        if isinstance(error, self._cuda.runtime.CUDARuntimeError):
+        if _of_capture(error, self._cuda.runtime):
             raise _refused(error) from error
+
+    def close(self) -> None:
+        self._graph = self.result = self._function = None
+        self._pool.give_back()
 
     def replay(self, stream: int) -> Any:
         self._graph.launch(self._cuda.get_current_stream())

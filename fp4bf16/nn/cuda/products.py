@@ -8,7 +8,9 @@ that the forward multiplied; dX = g W^ with the decoded twin, or the master (`Ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ class Layer:
 
     def __init__(self, name: str, module: Any):
         self.name, self.module = name, module
-        shape = module.weight.shape
+        shape = tuple(module.weight.shape)
         self.o, self.kh, self.kw, self.c = shape if len(shape) == 4 else (shape[0], 1, 1, shape[1])
         self.stride, padding = getattr(module, "stride", 1), getattr(module, "padding", 0)
         pads = ((padding, padding),) * 2 if isinstance(padding, int) else padding
@@ -57,7 +59,7 @@ class Layer:
         return cuda_conv.Geometry(n, shape[1], shape[2], oh, ow, o, *size)
 
     def bias(self, run: Run) -> DeviceArray:
-        return run.weights.data_of(f"{self.name}.bias")
+        return shaped(run.weights.data_of(f"{self.name}.bias"), (self.o,))
 
     # ---- the weight, as the kernels read it
     def sixteen(self, run: Run) -> DeviceArray:
@@ -77,7 +79,7 @@ class Layer:
     def _twin(self, run: Run) -> tuple[DeviceArray, DeviceArray] | None:
         """The twin that the weights keep; none of a weight whose channels are no multiple of a block."""
         twin = run.weights.twin_of(f"{self.name}.weight") if self.c % 16 == 0 else None
-        return None if twin is None else (shaped(twin[0], self.shape), twin[1])
+        return None if twin is None else (shaped(twin[0], self.shape), shaped(twin[1], (self.o,)))
 
     def _quantised(self, run: Run, results: dict[str, DeviceArray]) -> DeviceArray:
         """Fills `results` with the quantised weight, of which no twin is kept; returns its outer scales."""
@@ -98,6 +100,51 @@ class Layer:
         packed, block = _packed(run, (*self.shape[:3], self.c), None)
         scale = self._quantised(run, {"packed": packed, "block_scale": block})
         return decoded(run, packed, block, scale, self.kh * self.kw, self.shape)
+
+
+class Part(NamedTuple):
+    """One product of a `Group`: outputs `start` to ``start + layer.o`` of all that the group has."""
+
+    layer: Layer
+    track: str
+    start: int
+
+
+class Group:
+    """Layers that read the same pictures. Where their parameters lie one after another in the flat arrays
+    (`FlatParameters`), and they run on one track, they are one product.
+    """
+
+    def __init__(self, layers: list[Layer], layout: Any):
+        self.layers, self.o = layers, sum(layer.o for layer in layers)
+        self.whole = copy(layers[0])
+        self.whole.o = self.o
+        weights, biases = ([f"{layer.name}.{part}" for layer in layers] for part in ("weight", "bias"))
+        counts, sizes = [layer.o for layer in layers], [math.prod(layer.shape) for layer in layers]
+        self._on = set()
+        if all(
+            _consecutive([layout.offsets[n] for n in names], lengths)
+            for names, lengths in ((weights, sizes), (biases, counts))
+        ):
+            self._on.add("bf16")
+            twins = [layout.twins.get(n) for n in weights]
+            if None not in twins and all(
+                _consecutive([t[i] for t in twins], lengths) for i, lengths in ((0, sizes), (1, counts))
+            ):
+                self._on.add("fp4")
+
+    def parts(self) -> list[Part]:
+        """The products of this call."""
+        tracks = [layer.track for layer in self.layers]
+        if len(set(tracks)) == 1 and tracks[0] in self._on:
+            return [Part(self.whole, tracks[0], 0)]
+        starts = [sum(layer.o for layer in self.layers[:i]) for i in range(len(self.layers))]
+        return [Part(*both, start) for *both, start in zip(self.layers, tracks, starts, strict=True)]
+
+
+def _consecutive(starts: list[int], lengths: list[int]) -> bool:
+    """Whether each begins where the one before ends."""
+    return all(a + n == b for a, n, b in zip(starts, lengths, starts[1:], strict=False))
 
 
 # ---- what a product reads ----------------------------------------------------------------------------------
@@ -283,7 +330,7 @@ def weight_gradient(run: Run, layer: Layer, x: DeviceArray, g: DeviceArray) -> N
     result, both BF16.
     """
     dw, db = (run.gradients.grad_of(f"{layer.name}.{part}") for part in ("weight", "bias"))
-    dw = shaped(dw, layer.shape)
+    dw, db = shaped(dw, layer.shape), shaped(db, (layer.o,))
     cuda_conv.wgrad(layer.geometry(x.shape), g, x, dw, run.stream, db=db, accumulate=True)
 
 

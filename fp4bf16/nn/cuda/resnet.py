@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...adapters import DeviceArray
 from .blocks import summed
 from .products import Layer, Norm, input_gradient, normed, pictures, product, weight_gradient
-from .workspace import Run, converted, shaped
+from .workspace import Run, shaped
 
 
 class Kept(NamedTuple):
@@ -23,10 +23,9 @@ class Kept(NamedTuple):
     again1: Any
     again2: Any
     again_shortcut: Any
-    again_time: Any
     statistics1: dict
     statistics2: dict
-    tracks: tuple[str, str, str, str]  # of both convolutions, the shortcut, the time's projection
+    tracks: tuple[str, str, str]  # of both convolutions and the shortcut
 
 
 class ResnetBlock:
@@ -48,16 +47,11 @@ class ResnetBlock:
 
     # ---- forward
     def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
-        layers = (self.conv1, self.conv2, self.shortcut, self.projection)
+        layers = (self.conv1, self.conv2, self.shortcut)
         tracks = tuple("" if layer is None else layer.track for layer in layers)
         feed, statistics1 = normed(run, self.norm1, x, True, tracks[0])
-        again1, again_time, shift = feed.again, None, {}
-        if self.projection is not None:
-            time = run.time.feed(run, tracks[3])
-            image_bias = run.empty((x.shape[0], 1, 1, self.projection.o), "float32")
-            product(run, self.projection, time, image_bias)
-            again_time = time.again
-            shift["image_bias"] = shaped(image_bias, (x.shape[0], self.projection.o))
+        again1 = feed.again
+        shift = {} if self.projection is None else {"image_bias": run.time.bias(self.projection)}
         h = run.empty(self.output(x.shape), hold="saved BF16")
         product(run, self.conv1, feed, h, **shift)
         del feed
@@ -66,7 +60,7 @@ class ResnetBlock:
         product(run, self.conv2, feed, out, **finish)
         if not run.recording:
             return None
-        return Kept(x, h, again1, feed.again, again_shortcut, again_time, statistics1, statistics2, tracks)
+        return Kept(x, h, again1, feed.again, again_shortcut, statistics1, statistics2, tracks)
 
     def _residual(self, run: Run, x: DeviceArray, tracks: tuple) -> tuple[dict, Any]:
         """What the second convolution adds, as operands of its launch; the shortcut's input again."""
@@ -82,17 +76,13 @@ class ResnetBlock:
 
     # ---- backward
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
-        x, h, again1, again2, again_shortcut, again_time, statistics1, statistics2, tracks = kept
+        x, h, again1, again2, again_shortcut, statistics1, statistics2, tracks = kept
         del kept
         weight_gradient(run, self.conv2, again2(run), g)
         d = input_gradient(run, self.conv2, tracks[1], g, h.shape)
-        dshift = None
-        if self.projection is not None:
-            dshift = run.empty((x.shape[0], self.projection.o), "float32")
+        dshift = None if self.projection is None else run.time.gradient(run, self.projection)
         dh = self.norm2.backward(run, h, d, True, statistics2, dshift=dshift)
         del again2, h, d
-        if dshift is not None:
-            self._time_backward(run, again_time, tracks[3], dshift)
         weight_gradient(run, self.conv1, again1(run), dh)
         d = input_gradient(run, self.conv1, tracks[0], dh, x.shape)
         del again1, dh
@@ -102,10 +92,3 @@ class ResnetBlock:
             weight_gradient(run, self.shortcut, again_shortcut(run), g)
             add = input_gradient(run, self.shortcut, tracks[2], g, x.shape, add)
         return self.norm1.backward(run, x, d, True, statistics1, add)
-
-    def _time_backward(self, run: Run, again: Any, track: str, dshift: DeviceArray) -> None:
-        n, o = dshift.shape
-        g = converted(run, shaped(dshift, (n, 1, 1, o)), o)
-        weight_gradient(run, self.projection, again(run), g)
-        run.time_gradient = input_gradient(run, self.projection, track, g, run.time.value.shape,
-                                           run.time_gradient, "float32")  # fmt: skip

@@ -18,11 +18,10 @@ from ... import device
 from ...adapters import DeviceArray
 from ...backends import cuda_math
 from ...errors import ConfigError, DTypeError, ShapeError
-from ..module import FlatParameters
 from ..tape import Node, Op, Variable, grad_enabled
 from .attention_block import AttentionBlock
 from .blocks import Copy, Downsample, First, Last, Scale, Scaled, Upsample
-from .embedding import Embedding
+from .embedding import Embedding, Projections
 from .parameters import DeviceParameters
 from .products import Layer, Norm
 from .resnet import ResnetBlock
@@ -45,7 +44,20 @@ class Network:
     held: bytes that the last recorded forward kept for its backward, by kind.
     """
 
-    def __init__(self, model: Any, like: DeviceArray, save: str = "packed", backward: str = "twin"):
+    def __init__(self, model: Any, weights: DeviceParameters, save: str = "packed", backward: str = "twin"):
+        self.model, self.like, self.layout = model, weights.data, weights.layout
+        self.save, self.backward_with = save, backward
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.parameters = model.parameters()
+        self.projections: list[Layer] = []
+        self.chain = self._chain(model)
+        self.embedding = Embedding(model, Projections(self.projections, self.layout))
+        self.skips = self._places()
+        self.held: Counter = Counter()
+
+    @staticmethod
+    def check(model: Any, save: str, backward: str) -> None:
+        """`ConfigError` for what a network on the device cannot have."""
         for name, value, known in (("save", save, SAVES), ("backward", backward, GRADIENTS)):
             if value not in known:
                 raise ConfigError(f"UNet2D.cuda: {name} is {value!r}, but must be one of {', '.join(known)}")
@@ -59,23 +71,21 @@ class Network:
                     raise ConfigError(f"UNet2D.cuda: {name} holds {value}, but on the GPU a network's inner "
                                       f"channels are multiples of {_MULTIPLE}; widen it, or keep the network "
                                       f"on the CPU")  # fmt: skip
-        self.model, self.like, self.save, self.backward_with = model, like, save, backward
-        self.names = {id(module): name for name, module in model.named_modules()}
-        self.parameters = model.parameters()
-        self.embedding, self.chain = Embedding(model), self._chain(model)
-        self.skips = self._places()
-        self.held: Counter = Counter()
 
     # ---- the chain
     def _layer(self, module: Any) -> Layer:
         return Layer(self.names[id(module)], module)
 
     def _block(self, kind: type, module: Any) -> Any:
-        block = kind(self.names[id(module)], module)
-        if module.scale == 1.0:
-            return block
-        channels = block.output((1, 1, 1, 0))[3] or block.outward.o
-        return Scaled(block, Scale(module.scale, channels, self.like))
+        if kind is AttentionBlock:
+            block, channels = (
+                AttentionBlock(self.names[id(module)], module, self.layout),
+                module.to_q.weight.shape[0],
+            )
+        else:
+            block, channels = ResnetBlock(self.names[id(module)], module), module.conv2.weight.shape[0]
+            self.projections += [block.projection] if block.projection is not None else []
+        return block if module.scale == 1.0 else Scaled(block, Scale(module.scale, channels, self.like))
 
     def _chain(self, model: Any) -> list[Step]:
         steps = [Step(First(self._layer(model.conv_in)), skip=True)]
@@ -231,9 +241,10 @@ def _array_of(like: Any) -> DeviceArray:
 def move(model: Any, like: Any, save: str, backward: str) -> Network:
     """Put `model`'s parameters on the device; its device form."""
     like = _array_of(like)
-    network = Network(model, like, save, backward)
+    Network.check(model, save, backward)
     with device.on(like):
         weights = DeviceParameters(model.flat, like)
+        network = Network(model, weights, save, backward)
         weights.refresh(network.stream())
     _point(model, weights)
     return network
@@ -253,7 +264,8 @@ def bring_back(model: Any) -> None:
     named = model.named_parameters()
     for name, p in named.items():
         p.data = np.array(values[name])
-    model._flat = FlatParameters(named)
+    model._flat = None
+    model.flat  # noqa: B018  (packs)
     for name, p in named.items():
         p.grad[...] = gradients[name]
 

@@ -32,8 +32,7 @@ class Run:
             them with "bf16" and computes them again otherwise.
         backward: what the gradient in the input of an FP4 layer is made with, the "twin" or the "master".
         held: bytes kept for the backward, by kind.
-        time, time_gradient: the embedding that the residual blocks read (N, 1, 1, D), and the sum of their
-            gradients in it.
+        time: what the residual blocks read of the time embedding (`embedding.Time`).
     """
 
     def __init__(
@@ -44,7 +43,6 @@ class Run:
         self.stream = device.launch("unet2d", None, (like,))
         self.held: Counter = Counter()
         self.time: Any = None
-        self.time_gradient: DeviceArray | None = None
 
     def empty(self, shape: Sequence[int], dtype: str = "bfloat16", hold: str | None = None) -> DeviceArray:
         """New memory; `hold` is the kind under which it is counted where it is kept for the backward."""
