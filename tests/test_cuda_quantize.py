@@ -251,6 +251,80 @@ def test_outer_scale_groups(library, gpu, rng, fmt, dtype):
     check(got, want)
 
 
+def pictures(rng, count, pixels, k):
+    """(count * pixels, k) BF16: pictures of numbers of different sizes, of all sizes, of zeros, with NaN."""
+    x = rng.standard_normal((count, pixels, k)) * np.exp2(rng.integers(-3, 4, (count, pixels, 1)))
+    x *= np.exp2(rng.integers(-20, 21, (count, 1, 1)))
+    x[rng.random((count, pixels)) < 0.02] = 0
+    x = x.astype(BF16)
+    for i in range(1, count, 4):
+        x[i] = data(rng, pixels, k, BF16)  # of all magnitudes
+    for i in range(2, count, 4):
+        x[i] = 0
+    for i in range(3, count, 8):
+        x[i] = spoil(rng, x[i])
+    for i in range(7, count, 8):
+        x[i] = rng.choice([np.nan, np.inf])
+    return x.reshape(-1, k)
+
+
+def check_as_float32(library, gpu, x, fmt, search, results=(("both", 16), ("only", 0), (None, 0)), **options):
+    """Results of BF16 x are, bit by bit, those of the kernel that takes FP32."""
+    given = options.pop("given", None)
+    for expanded, slack in results:
+        expanded = expanded if fmt in ("nvfp4_exact", "fp8") else None
+        asked = {"stats": False, "expanded": expanded, "slack": slack, "given": given}
+        want = Call(library, gpu, x.astype(np.float32), fmt, None, search, **asked, **options | PLAIN).run()
+        got = Call(library, gpu, x, fmt, None, search, **asked, **options).run()
+        for name in want:
+            if given is None or name != "outer_scale":
+                np.testing.assert_array_equal(got[name].view(np.uint8), want[name].view(np.uint8), name)
+
+
+PLAIN = {"x_offset": 0, "stride_slack": 0}
+IMAGES = [
+    (1, 1, 16), (50, 1, 48), (3, 2, 8192), (9, 5, 16), (70, 16, 128), (6, 255, 32), (9, 64, 384),
+    (5, 37, 272), (12, 256, 64), (3, 1024, 128), (2, 4096, 512), (1, 70000, 32), (3, 45001, 48), (6, 50, 3),
+    (4, 100, 20), (2, 900, 200), (1, 9, 20000),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt, search", [("nvfp4_exact", "full"), ("nvfp4_exact", "fast"), ("nvfp4", "full"),
+                                         ("fp8", "full")])  # fmt: skip
+@pytest.mark.parametrize("count, pixels, k", IMAGES)
+def test_outer_scale_of_pictures(library, gpu, rng, fmt, search, count, pixels, k):
+    """One outer scale for the pixels of a picture, the last one with fewer; ranges of channels."""
+    x = pictures(rng, count, pixels, k)
+    groups = (pixels, 1)
+    check_as_float32(library, gpu, x, fmt, search, groups=groups)
+    for stride_slack, x_offset in ((64, 8), (3, 1)):
+        check_as_float32(library, gpu, x, fmt, search, (("only", 0),), groups=groups,
+                         stride_slack=stride_slack, x_offset=x_offset)  # fmt: skip
+    if pixels > 3:
+        check_as_float32(library, gpu, x[:-3], fmt, search, (("both", 0),), groups=groups)
+    gpu.free()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt, search", [("nvfp4_exact", "full"), ("nvfp4_exact", "fast"), ("nvfp4", "full"),
+                                         ("mxfp4", "full"), ("fp8", "full")])  # fmt: skip
+@pytest.mark.parametrize("rows, k", [(2016, 16), (1008, 32), (777, 96), (252, 272), (63, 1040), (105, 40),
+                                     (42, 5)])  # fmt: skip
+def test_short_rows(library, gpu, rng, fmt, search, rows, k):
+    """Rows whose blocks are dealt out together: one outer scale a row, a head, a tensor, and given ones."""
+    x = spoil(rng, pictures(rng, rows, 1, k))
+    check_as_float32(library, gpu, x, fmt, search, groups=(1, rows))
+    check_as_float32(library, gpu, x, fmt, search, (("only", 0),), groups=(1, rows), x_offset=1)
+    if fmt == "mxfp4":
+        return
+    for groups in ((7, 3), (rows, 1)):
+        check_as_float32(library, gpu, x, fmt, search, groups=groups)
+    for given in (2.0**3, np.exp2(rng.integers(-9, 9, rows))):
+        check_as_float32(library, gpu, x, fmt, search, groups=(1, rows), given=given)
+    gpu.free()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt, rule, search, stochastic", [c for c in CASES if c[1] in (None, "te", "even")])

@@ -357,6 +357,7 @@ def test_bad_calls(rng):
         (lambda: plain(x, t, captions=bag), ConfigError, "captions is given"),
         (lambda: model(put(case.x, place=1), t, captions=bag), TypeError, "cuda:1"),
         (lambda: plain.cuda(x), ConfigError, "on the GPU already"),
+        (lambda: plain.to("float64"), TypeError, "the module is on the GPU"),
         (lambda: nn.UNet2D(nn.UNetConfig.tiny()).cuda(x, save="all"), ConfigError, "save is 'all'.*packed"),
         (lambda: odd.cuda(x), ConfigError, "block_out_channels holds 36.*multiples of 8"),
         (lambda: nn.UNet2D(nn.UNetConfig.tiny()).cuda(case.x), TypeError, "like: is a numpy array"),

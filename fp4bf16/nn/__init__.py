@@ -22,8 +22,8 @@
   (1-D, entries aligned to 16), ``views(flat_array)`` (by name), ``touch()``.
 - Layers: `Linear Conv2d GroupNorm Embedding BagEmbedding Attention ResnetBlock2D Downsample2D Upsample2D
   TimestepEmbedding`; their ``seed=`` takes a number or a `generator(seed)` shared by several layers.
-- `UNet2D(UNetConfig)`, `pixel_unshuffle`, `pixel_shuffle`; `load_diffusers`, `from_diffusers`,
-  `to_diffusers`.
+- `UNet2D(UNetConfig)`, whose ``cuda(like)`` moves it to a GPU, where it is one node of the tape;
+  `pixel_unshuffle`, `pixel_shuffle`; `load_diffusers`, `from_diffusers`, `to_diffusers`.
 
 Every layer's products run on its ``.track`` (BF16 unless a route says otherwise; ``with fp4bf16.tracks(...)``
 wins). On the FP4 track each weight's FP4 twin is prepared once and renewed when the weight's version changes.

@@ -243,6 +243,8 @@ class Module:
     def to(self, dtype: Any) -> Module:
         """Convert the parameters (float32 or float64) and pack them anew; gradients are dropped."""
         dtype = np.dtype(dtype)
+        if self.on_device:
+            raise TypeError("to: the module is on the GPU, where parameters are float32; call cpu() first")
         if dtype.kind != "f" or dtype.itemsize < 4:
             raise TypeError(
                 f"to: parameters are float32 or float64, not {dtype}; the BF16 track rounds by itself"

@@ -393,7 +393,8 @@ class UNet2D(Module):
         """Move the parameters to the GPU of `like`, an array there or the module ``cupy``; returns the model.
 
         From then on the model takes and gives that framework's arrays, `flat` is a `DeviceParameters`, and
-        ``output.backward(g)`` adds to ``flat.grad``. Layers run on the tracks "fp4" and "bf16".
+        ``output.backward(g)`` adds to ``flat.grad``. Layers run on the tracks "fp4" and "bf16". Who writes
+        parameters in place calls ``flat.refresh()``, which makes their BF16 and FP4 copies anew.
 
         save: how the inputs of FP4 products are kept for the backward: "packed" FP4, "bf16" of the same
         numbers, or "recompute"; the gradients are the same. backward: the weight in dX = g W of FP4 layers,

@@ -123,6 +123,14 @@ __device__ inline void copy_picture_box_multicast(void* target, const CUtensorMa
         : "memory");
 }
 
+// The box comes into the L2 cache alone.
+__device__ inline void prefetch_picture_box(const CUtensorMap* map, int32_t c, int32_t x, int32_t y,
+                                            int32_t n) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c),
+                 "r"(x), "r"(y), "r"(n)
+                 : "memory");
+}
+
 // Box of shared memory -> global memory at (x, y, z); what lies outside the array is not written.
 __device__ inline void store_box(const CUtensorMap* map, uint32_t source, int32_t x, int32_t y, int32_t z) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),

@@ -136,6 +136,22 @@ __device__ inline void produce_residual(const ConvParams& p, const SharedStages<
     }
 }
 
+// The pixels of one tap of a later tile, on their way from memory while this tile is multiplied: its other
+// taps then find nearly all of theirs in the L2 cache.
+template <class C>
+__device__ inline void prefetch_tile(const ConvParams& p, int tile, int rank) {
+    const ConvCorner<C> corner(p, tile, rank);
+    const Pixel at =
+        C::kClusterN == 1 ? corner.at : pixel_of(p, corner.at, rank * (C::kTileM / C::kClusterN));
+    auto prefetch = [&](const CUtensorMap* x, const ConvTrack& track, int elements) {
+        const Tap tap = p.tap[track.first_tap + track.taps / 2];
+        for (int c = 0; c < track.channels && track.taps > 1; c += elements)
+            ptx::prefetch_picture_box(x, c, at.x * track.step + tap.dx, at.y * track.step + tap.dy, at.n);
+    };
+    if constexpr (C::kE4m3) prefetch(&p.x8, p.fp4, 128);
+    prefetch(&p.x16, p.bf16, 64);
+}
+
 template <class C>
 __device__ inline void produce_conv(const ConvParams& p, const SharedStages<C>& shared, uint64_t* own_empty,
                                     int cluster, int clusters, int rank) {
@@ -159,6 +175,7 @@ __device__ inline void produce_conv(const ConvParams& p, const SharedStages<C>& 
                 }
             }
         };
+        if (tile + clusters < p.schedule.total()) prefetch_tile<C>(p, tile + clusters, rank);
         if constexpr (C::kE4m3) load(&p.x8, &p.w8, p.fp4, 128);
         load(&p.x16, &p.w16, p.bf16, 64);
         if (p.staged) {  // the next stage is the consumers' own
@@ -221,16 +238,20 @@ __device__ inline void load_columns(const ConvParams& p, ColumnVectors<C::kTileN
     }
 }
 
-// acc = acc * scale + bias, by column.
-template <int kAccumulators>
-__device__ inline void scale_and_add(float (&acc)[kAccumulators], const float2* scale, const float2* bias) {
+// acc = acc * scale + bias, by column; the fragments share what is read.
+template <class C>
+__device__ inline void scale_and_add(Accumulators<C>& acc, const float2* scale, const float2* bias) {
 #pragma unroll
-    for (int j = 0; j < kAccumulators; j += 4) {
+    for (int j = 0; j < C::kAccumulators; j += 4) {
         const float2 s = scale[j], b = bias[j];
-        acc[j] = fmaf(acc[j], s.x, b.x);
-        acc[j + 1] = fmaf(acc[j + 1], s.y, b.y);
-        acc[j + 2] = fmaf(acc[j + 2], s.x, b.x);
-        acc[j + 3] = fmaf(acc[j + 3], s.y, b.y);
+#pragma unroll
+        for (int wave = 0; wave < C::kWaves; ++wave) {
+            float* v = acc[wave] + j;
+            v[0] = fmaf(v[0], s.x, b.x);
+            v[1] = fmaf(v[1], s.y, b.y);
+            v[2] = fmaf(v[2], s.x, b.x);
+            v[3] = fmaf(v[3], s.y, b.y);
+        }
     }
 }
 
@@ -240,21 +261,18 @@ __device__ inline void scale_rows(const ConvParams& p, Accumulators<C>& acc, con
                                   const ColumnVectors<C::kTileN>& columns) {
     const bool biased = p.bias != nullptr || (p.one_image && p.image_bias != nullptr);
     if (p.image_scale == nullptr && p.epilogue.col_scale == nullptr && !biased) return;
+    if (__builtin_expect(!p.one_scale && p.image_scale != nullptr, 0))
 #pragma unroll
-    for (int wave = 0; wave < C::kWaves; ++wave) {
-        if (__builtin_expect(!p.one_scale && p.image_scale != nullptr, 0)) {
-            float by_row[2];
-            for (int half = 0; half < 2; ++half)
-                by_row[half] =
-                    __ldg(p.image_scale + min(rows.at[wave][half].n, p.n - 1) * p.image_scale_step);
+        for (int i = 0; i < 2 * C::kWaves; ++i) {
+            const int image = min(rows.at[i / 2][i % 2].n, p.n - 1);
+            const float by_row = __ldg(p.image_scale + image * p.image_scale_step);
 #pragma unroll
-            for (int i = 0; i < C::kAccumulators; ++i) acc[wave][i] *= by_row[lower(i)];
+            for (int j = 0; j < C::kAccumulators; ++j)
+                if (lower(j) == i % 2) acc[i / 2][j] *= by_row;
         }
-        if (p.epilogue.bias == nullptr)
-            scale_and_add(acc[wave], columns.scales(), columns.biases());
-        else
-            scale_fragment(acc[wave], {1.0f, 1.0f}, columns.scales());
-    }
+    if (p.epilogue.bias == nullptr) return scale_and_add<C>(acc, columns.scales(), columns.biases());
+#pragma unroll
+    for (int wave = 0; wave < C::kWaves; ++wave) scale_fragment(acc[wave], {1.0f, 1.0f}, columns.scales());
 }
 
 // acc += rows of `base`, at offset[half] + column; rows that are not there are skipped.

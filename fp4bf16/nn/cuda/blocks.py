@@ -20,6 +20,7 @@ from ... import device
 from ...adapters import DeviceArray
 from ...backends import cuda_conv, cuda_elementwise
 from ...backends.cuda_gemm import round_up
+from ...interop import BFLOAT16
 from .products import (
     Feed,
     Layer,
@@ -165,8 +166,8 @@ class Scale:
 
     def __init__(self, scale: float, channels: int, like: DeviceArray):
         self.factor = 1.0 / scale
-        identity = np.eye(channels, dtype=np.float32).reshape(channels, 1, 1, channels)
-        self.identity = device.astype(device.from_host(identity, like), "bfloat16")
+        identity = np.eye(channels).reshape(channels, 1, 1, channels)
+        self.identity = device.from_host(identity.astype(BFLOAT16), like)
 
     def apply(self, run: Run, x: DeviceArray, out: DeviceArray) -> DeviceArray:
         n, h, w, c = x.shape

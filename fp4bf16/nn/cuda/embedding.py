@@ -113,7 +113,7 @@ class Embedding:
         run.time = Time(run, self.projections, value)
         if not run.recording:
             return None
-        run.hold("saved BF16", inner, total, value)
+        run.hold("saved BF16", inner, total)
         return Kept(first.again, second.again, inner, total, labels, words, tracks)
 
     def _conditions(self, run: Run, batch: int, labels, captions) -> tuple[Any, Any]:
