@@ -232,6 +232,8 @@ def forward(args):
     rows = []
     for batch in args.batches:
         arms = [Ours("fp4", batch, ROUTE), Ours("bf16", batch, BF16), *peers(args, batch)]
+        if batch == max(args.batches):
+            arms.insert(1, Ours("fp4 promoted", batch, ROUTE, accumulate="promoted"))
         rows += report("forward", batch, alternate(arms, args.rounds), FLOPS)
     return rows
 

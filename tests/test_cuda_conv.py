@@ -153,7 +153,7 @@ class Gradient:
         self.g = bf16(rng, geo.n, geo.oh * geo.ow, geo.o).reshape(geo.n, geo.oh, geo.ow, geo.o)
         self.w = bf16(rng, geo.o, geo.kh * geo.kw, geo.c).reshape(geo.o, geo.kh, geo.kw, geo.c)
         held = Pictures(gpu, self.g, np.nan, gap, odd)
-        address, stride = rows(gpu, self.w.reshape(geo.o, -1), np.nan, gap, odd)
+        address, stride = rows(gpu, self.w.reshape(geo.o, geo.kh * geo.kw * geo.c), np.nan, gap, odd)
         self.given = geo.fields() | dict(c=geo.c, g=held.data, g_strides=held.strides, w16=address,
                                          w16_stride=stride, dx_dtype=dx_dtype)  # fmt: skip
         self.residual = None

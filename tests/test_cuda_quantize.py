@@ -301,7 +301,7 @@ def test_outer_scale_of_pictures(library, gpu, rng, fmt, search, count, pixels, 
     for stride_slack, x_offset in ((64, 8), (3, 1)):
         check_as_float32(library, gpu, x, fmt, search, (("only", 0),), groups=groups,
                          stride_slack=stride_slack, x_offset=x_offset)  # fmt: skip
-    if pixels > 3:
+    if count > 1 and pixels > 3:
         check_as_float32(library, gpu, x[:-3], fmt, search, (("both", 0),), groups=groups)
     gpu.free()
 

@@ -58,7 +58,8 @@ class Net(nn.Module):
 def run_of(net, **options):
     weights = DeviceParameters(net.flat, put(np.zeros(1, np.float32)))
     weights.refresh()
-    return Run(weights, weights, weights.data, True, **{"save": "packed", "backward": "twin"} | options)
+    defaults = {"save": "packed", "backward": "twin", "accumulate": "fast"}
+    return Run(weights, weights, weights.data, True, **defaults | options)
 
 
 def placed(x):

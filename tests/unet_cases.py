@@ -10,6 +10,7 @@ import fp4bf16 as fb
 from fp4bf16 import device, nn
 
 CONFIGS = {
+    "ddpm-cifar10-32": ({}, (2, 32, 32, 3)),
     "tiny": (dict(caption_vocabulary=6), (3, 8, 8, 12)),
     "variants": (
         dict(

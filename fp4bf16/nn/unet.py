@@ -389,7 +389,9 @@ class UNet2D(Module):
         self._conditions(sample.shape[0], class_labels, captions)
         return device_unet.call(self, self._network, sample, timesteps, class_labels, captions)
 
-    def cuda(self, like: Any, save: str = "packed", backward: str = "twin") -> UNet2D:
+    def cuda(
+        self, like: Any, save: str = "packed", backward: str = "twin", accumulate: str = "fast"
+    ) -> UNet2D:
         """Move the parameters to the GPU of `like`, an array there or the module ``cupy``; returns the model.
 
         From then on the model takes and gives that framework's arrays, `flat` is a `DeviceParameters`, and
@@ -404,7 +406,7 @@ class UNet2D(Module):
 
         if self.on_device:
             raise ConfigError("UNet2D.cuda: the model is on the GPU already; call cpu() first")
-        self._network = device_unet.move(self, like, save, backward)
+        self._network = device_unet.move(self, like, save, backward, accumulate)
         return self
 
     def cpu(self) -> UNet2D:

@@ -1,4 +1,6 @@
 // fp4bf16_quantize and fp4bf16_amax: checks, normal form of the arguments, choice of the kernels.
+#include <algorithm>
+
 #include "quantize.cuh"
 
 namespace fp4bf16 {
@@ -105,6 +107,7 @@ fp4bf16_status check_results(const fp4bf16_quantize_args& a, int64_t kp) {
 QuantizeJob make_job(const fp4bf16_quantize_args& a) {
     QuantizeJob job{};
     job.a = a;
+    if (a.mid == 1) job.a.inner = 1;  // a row each, either way
     job.rule = {a.format, a.rule, a.search == FP4BF16_SEARCH_FULL, a.rounding == FP4BF16_STOCHASTIC};
     job.block = a.format == FP4BF16_MXFP4 ? 32 : 16;
     job.blocks = ceil_div(a.k_size, job.block);
@@ -115,10 +118,18 @@ QuantizeJob make_job(const fp4bf16_quantize_args& a) {
     return job;
 }
 
+QuantizeJob make_job_with_way(const fp4bf16_quantize_args& a) {
+    QuantizeJob job = make_job(a);
+    choose_way(&job);
+    return job;
+}
+
+// Of amaxes, of groups or of their pieces; by numbers alone, whichever kernels run.
 int64_t amax_bytes(const QuantizeJob& job) {
     if (job.given || job.rule.format == FP4BF16_MXFP4 || job.a.rows == 0) return 0;
-    if (job.a.mid == 1 && !(job.a.after > 1 && fast_takes(job))) return 0;  // the kernel finds it
-    return ceil_div(ceil_div(job.a.rows, job.a.mid * job.a.inner) * job.a.inner * 4, 16) * 16;
+    if (job.a.mid == 1 && !(job.a.after > 1 && job.way == Way::kRows)) return 0;  // the kernel finds it
+    const int64_t groups = ceil_div(job.a.rows, job.a.mid * job.a.inner) * job.a.inner;
+    return ceil_div(std::max(4 * groups, found_bytes(job)), 16) * 16;
 }
 
 // The branch's own kernel makes everything where it takes the arguments.
@@ -132,18 +143,19 @@ fp4bf16_status branch_runs(const fp4bf16_quantize_args& a, bool* runs) {
 }
 
 fp4bf16_status run(const fp4bf16_quantize_args& a, cudaStream_t stream) {
-    QuantizeJob job = make_job(a);
-    const bool fast = fast_takes(job);
-    const int64_t bytes = amax_bytes(job), parts = fast ? parts_bytes(job) : 0;
+    QuantizeJob job = make_job_with_way(a);
+    const int64_t bytes = amax_bytes(job), parts = parts_bytes(job);
     if (bytes + parts > 0) FP4BF16_TRY(check_pointer(kName, "workspace", a.workspace, 16));
     if (parts > 0) job.parts = reinterpret_cast<double*>(static_cast<char*>(a.workspace) + bytes);
-    if (bytes > 0) {
+    if (job.way == Way::kAhead) {
+        job.found = static_cast<uint32_t*>(a.workspace);
+    } else if (bytes > 0 && job.way != Way::kTogether) {
         const auto amax = static_cast<float*>(a.workspace);
         FP4BF16_TRY(quantize_amax(job, amax, stream));
         job.outer_source = amax;
     }
     if (a.rank > 0) FP4BF16_TRY(quantize_hidden(job, stream));
-    return fast ? quantize_fast(job, stream) : quantize_simple(job, stream);
+    return job.way == Way::kSimple ? quantize_simple(job, stream) : quantize_fast(job, stream);
 }
 
 }  // namespace
@@ -157,8 +169,8 @@ extern "C" int64_t fp4bf16_quantize_workspace_size(const fp4bf16_quantize_args* 
     bool branch = false;
     if (check_numbers(&a) != FP4BF16_OK || branch_runs(a, &branch) != FP4BF16_OK) return -1;
     if (branch) return branch_workspace(a);
-    const QuantizeJob job = make_job(a);
-    return amax_bytes(job) + (fast_takes(job) ? parts_bytes(job) : 0);
+    const QuantizeJob job = make_job_with_way(a);
+    return amax_bytes(job) + parts_bytes(job);
 }
 
 extern "C" fp4bf16_status fp4bf16_quantize(const fp4bf16_quantize_args* args, void* stream) {

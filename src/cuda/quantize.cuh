@@ -5,6 +5,35 @@
 
 namespace fp4bf16 {
 
+// Which kernels run: kSimple takes anything; kRows takes rows one by one, or across memory; the others take
+// blocks whatever their rows (quantize_flat.cuh): kTogether whole groups at a time, kAhead finds a group's
+// amax shortly ahead, kFlat takes blocks whose outer scale is there.
+enum class Way { kSimple, kRows, kTogether, kAhead, kFlat };
+
+// Numbers divided by one that the host knows: exact while number * by < 2^32.
+struct Divisor {
+    uint32_t by, magic;
+
+    Divisor() = default;
+    explicit Divisor(int64_t n)
+        : by(static_cast<uint32_t>(n)), magic(static_cast<uint32_t>(((int64_t{1} << 32) + n - 1) / n)) {}
+#ifdef __CUDACC__
+    __device__ uint32_t divide(uint32_t number) const { return by == 1 ? number : __umulhi(number, magic); }
+#endif
+};
+
+// Blocks of 16 elements that a thread block takes at a time.
+constexpr int kTileBlocks = 512;
+
+// How blocks are dealt out to thread blocks that take them whatever their rows.
+struct Tiles {
+    Divisor blocks;        // of 16 elements, a row
+    Divisor lines;         // kTogether: rows a group,
+    uint32_t rows;         // and rows that a thread block takes
+    uint32_t parts, lead;  // kAhead: tiles a group, groups that those that find amaxes are ahead
+    bool vectors;          // rows are read 16 bytes at a time
+};
+
 // Arguments of fp4bf16_quantize, checked and normalised (no default rule, mid and inner at least 1).
 struct QuantizeJob {
     fp4bf16_quantize_args a;
@@ -13,13 +42,22 @@ struct QuantizeJob {
     bool given;                 // outer_source holds decode scales
     const float* outer_source;  // or amaxes, one a group; NULL: of the row, to be found by the kernel itself
     int64_t outer_step;
-    double* parts;  // (pieces, rows, 3) sums of pieces of rows, where blocks lie across rows
+    Way way;
+    Tiles tiles;
+    uint32_t* found;  // (groups, parts) kAhead: amaxes of pieces of groups, BF16's bits plus one
+    double* parts;    // (pieces, rows, 3) sums of pieces of rows, where blocks lie across rows
 
     // Divisions of 64-bit numbers are long: the common cases do without.
     FP4BF16_HD int64_t group(int64_t row) const {
         if (a.mid == 1) return row;
         if (a.inner == 1 && a.mid >= a.rows) return 0;
         return row / (a.mid * a.inner) * a.inner + row % a.inner;
+    }
+    // Whether rows first to last are of one group; then that.
+    FP4BF16_HD bool one_group(int64_t first, int64_t last, int64_t* group_of_all) const {
+        *group_of_all = group(first);
+        if (a.inner > 1) return first == last;
+        return a.mid >= a.rows || last < (*group_of_all + 1) * a.mid;
     }
     FP4BF16_HD bool first_of_group(int64_t row) const {
         return a.mid == 1 || (a.inner == 1 && a.mid >= a.rows ? row == 0 : row / a.inner % a.mid == 0);
@@ -30,7 +68,10 @@ struct QuantizeJob {
     FP4BF16_HD bool finds_outer() const { return outer_source == nullptr && a.format != FP4BF16_MXFP4; }
     FP4BF16_HD Outer outer(const Rule& r, int64_t row) const {
         if (outer_source == nullptr) return {1.0f, 1.0f, 1.0f};
-        const float v = outer_source[outer_step == 0 ? 0 : group(row)];
+        return outer_of_group(r, outer_step == 0 ? 0 : group(row));
+    }
+    FP4BF16_HD Outer outer_of_group(const Rule& r, int64_t number) const {
+        const float v = outer_source[outer_step == 0 ? 0 : number];
         return given ? outer_from_scale(r, v) : outer_from_amax(r, v);
     }
 };
@@ -38,15 +79,32 @@ struct QuantizeJob {
 // What a thread block of the fast quantiser takes of a row across rows of memory.
 constexpr int kAcrossPiece = 512;
 
-// quantize_simple.cu: any arguments. quantize_fast.cu: false where it does not take them.
+// quantize_simple.cu: any arguments. quantize_fast.cu: the other ways.
 fp4bf16_status quantize_simple(const QuantizeJob& job, cudaStream_t stream);
-bool fast_takes(const QuantizeJob& job);
+void choose_way(QuantizeJob* job);              // and its tiles
+int64_t thread_blocks(const QuantizeJob& job);  // of the kernels of quantize_flat.cuh
+int64_t found_bytes(const QuantizeJob& job);    // of QuantizeJob::found, by numbers alone
 fp4bf16_status quantize_fast(const QuantizeJob& job, cudaStream_t stream);
 int64_t parts_bytes(const QuantizeJob& job);  // of QuantizeJob::parts
 // quantize_amax.cu: amax (groups,) of a job's groups, outliers left out; memory is set to zero first.
 fp4bf16_status quantize_amax(const QuantizeJob& job, float* amax, cudaStream_t stream);
 // quantize_hidden.cu: hidden but for its outlier columns and the zeros behind them.
 fp4bf16_status quantize_hidden(const QuantizeJob& job, cudaStream_t stream);
+
+// Largest of each run of lanes with the same slot, to `slots`; lanes with a slot under 0 have none.
+__device__ inline void store_runs(int* slots, int slot, int most) {
+    const uint32_t all = 0xFFFFFFFFu;
+    const int lane = threadIdx.x % 32, before = __shfl_up_sync(all, slot, 1);
+    if (__all_sync(all, slot == before)) {  // lane 0 has itself before it
+        most = __reduce_max_sync(all, most);
+    } else {
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_down_sync(all, most, step);
+            if (slot == __shfl_down_sync(all, slot, step)) most = max(most, other);
+        }
+    }
+    if (slot >= 0 && (lane == 0 || slot != before)) atomicMax(slots + slot, most);
+}
 
 // ---- outlier columns
 // Bit j: column first + j is an outlier, j < 32.

@@ -1,9 +1,10 @@
-// The fast quantiser for blocks across rows of memory (after > 1), and the launch of both layouts.
+// The fast quantiser for blocks across rows of memory (after > 1), and the launch of all.
 //
 // A thread block takes 64 rows of results by pieces of 512 elements: tiles of 64 by 64 are read along memory
 // and gathered from shared memory. Outer scales come from a pass of their own.
 #pragma once
 
+#include "quantize_flat.cuh"
 #include "quantize_row.cuh"
 
 namespace fp4bf16 {
@@ -104,6 +105,7 @@ void launch_across(const QuantizeJob& job, cudaStream_t stream) {
 
 template <Kind kKind>
 void launch(const QuantizeJob& job, cudaStream_t stream) {
+    if (job.way != Way::kRows) return launch_flat<kKind>(job, stream);
     if (job.a.after > 1) return launch_across<kKind>(job, stream);
     const int64_t blocks = job.a.k_size / 16;
     if (blocks > 0 && blocks <= kMostRowBlocks)

@@ -94,6 +94,53 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
 }
 
+// Rows along memory, whatever their length: a thread block takes kPiecesAtOnce pieces, of 16 bytes where the
+// rows allow them, else of an element. One atomic a thread block that is inside a group.
+constexpr int kPieces = 8, kPiecesAtOnce = kPieces * kThreads;
+
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kThreads, 4)
+    amax_flat(const __grid_constant__ QuantizeJob job, const Divisor pieces, int* amax) {
+    constexpr int kSize = kVectors ? Vectors<T>::kSize : 1;
+    const int64_t start = int64_t{blockIdx.x} * kPiecesAtOnce, row = start / pieces.by;
+    const auto first = static_cast<uint32_t>(start - row * pieces.by);
+    const auto count = static_cast<uint32_t>(min(int64_t{kPiecesAtOnce}, job.a.rows * pieces.by - start));
+    const T* x = static_cast<const T*>(job.a.x) + row * job.a.x_stride;
+    typename std::conditional<kVectors, uint4, T>::type v[kPieces] = {};
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+        const uint32_t n = first + i * kThreads + threadIdx.x, line = pieces.divide(n);
+        if (n >= first + count) continue;
+        const T* from = x + line * job.a.x_stride + int64_t{n - line * pieces.by} * kSize;
+        v[i] = *reinterpret_cast<decltype(&v[0])>(const_cast<T*>(from));
+    }
+    int found[kPieces], most = 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+        if constexpr (kVectors)
+            found[i] = Vectors<T>::largest(v[i]);
+        else
+            found[i] = magnitude(load(&v[i]));
+        most = max(most, found[i]);
+    }
+    int64_t group;
+    if (job.one_group(row, row + pieces.divide(first + count - 1), &group)) {
+        __shared__ int warps[kThreads / 32];
+        most = __reduce_max_sync(0xFFFFFFFFu, most);
+        if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
+        __syncthreads();
+        if (threadIdx.x >= 32) return;
+        most = __reduce_max_sync(0xFFFFFFFFu, warps[threadIdx.x % (kThreads / 32)]);
+        if (threadIdx.x == 0) atomicMax(amax + group, most);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+        const uint32_t n = min(first + i * kThreads + threadIdx.x, first + count - 1);
+        store_runs(amax, static_cast<int>(job.group(row + pieces.divide(n))), found[i]);
+    }
+}
+
 // Blocks across rows of memory: a lane a row, so that neighbours read neighbours.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_across(const __grid_constant__ QuantizeJob job, int* amax) {
@@ -171,6 +218,14 @@ void launch(const QuantizeJob& job, int* amax, cudaStream_t stream) {
                                   kThreads, 0, stream>>>(job, amax);
         else
             amax_across<T><<<grid, kThreads, 0, stream>>>(job, amax);
+        return;
+    }
+    const bool vectors = takes_vectors<T>(a) && a.k_size % Vectors<T>::kSize == 0;
+    const int64_t pieces = vectors ? a.k_size / Vectors<T>::kSize : a.k_size;
+    if (a.k_stride == 1 && a.outliers == 0 && pieces <= 32768 && a.rows <= 0x7FFFFFFF) {
+        const auto grid = static_cast<unsigned>(ceil_div(a.rows * pieces, kPiecesAtOnce));
+        vectors ? amax_flat<T, true><<<grid, kThreads, 0, stream>>>(job, Divisor(pieces), amax)
+                : amax_flat<T, false><<<grid, kThreads, 0, stream>>>(job, Divisor(pieces), amax);
         return;
     }
     const int64_t warps = a.rows * ceil_div(a.k_size, kPiece), blocks = ceil_div(warps, kThreads / 32);

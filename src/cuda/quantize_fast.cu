@@ -1,4 +1,4 @@
-// Which arguments the fast quantiser takes, and its kernels' launch.
+// The launch of the fast quantiser's kernels.
 #include "quantize.cuh"
 
 namespace fp4bf16 {
@@ -10,8 +10,6 @@ void fast_mxfp4(const QuantizeJob& job, cudaStream_t stream);
 void fast_fp8(const QuantizeJob& job, cudaStream_t stream);
 
 namespace {
-
-bool multiple(const void* pointer, uintptr_t of) { return reinterpret_cast<uintptr_t>(pointer) % of == 0; }
 
 // Sums of rows from those of their pieces, in order; FP32 sums of blocks are off by less than 2^-19.
 __global__ void __launch_bounds__(kThreads)
@@ -26,25 +24,14 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-bool fast_takes(const QuantizeJob& job) {
-    const fp4bf16_quantize_args& a = job.a;
-    if (a.dtype != FP4BF16_BFLOAT16 || job.rule.stochastic || a.rows > 0x7FFFFFFF) return false;
-    if (a.after == 1
-            ? a.k_stride != 1 || a.k_size > 64 * 256 * 16
-            : a.k_size == 0 || a.after % 8 != 0 || a.k_stride % 8 != 0 || a.k_size > 65535 * kAcrossPiece)
-        return false;
-    if (a.format == FP4BF16_NVFP4 && a.rule != FP4BF16_RULE_TE) return false;
-    const bool in = a.k_size % job.block == 0 && a.x_stride % 8 == 0 && multiple(a.x, 16);
-    return in && multiple(a.packed, a.format == FP4BF16_FP8 ? 16 : 8) && multiple(a.expanded, 16) &&
-           (a.expanded == nullptr || a.expanded_stride % 16 == 0);
-}
-
 int64_t parts_bytes(const QuantizeJob& job) {
-    if (job.a.after == 1 || job.a.sums == nullptr) return 0;
+    if (job.way != Way::kRows || job.a.after == 1 || job.a.sums == nullptr) return 0;
     return ceil_div(job.a.k_size, kAcrossPiece) * job.a.rows * 3 * static_cast<int64_t>(sizeof(double));
 }
 
 fp4bf16_status quantize_fast(const QuantizeJob& job, cudaStream_t stream) {
+    if (job.way == Way::kAhead)
+        FP4BF16_TRY(cuda_result(cudaMemsetAsync(job.found, 0, found_bytes(job), stream), "quantize"));
     if (job.a.format == FP4BF16_NVFP4_EXACT)
         fast_exact(job, stream);
     else if (job.a.format == FP4BF16_NVFP4)

@@ -89,7 +89,8 @@ __device__ __noinline__ void special_block(const QuantizeJob& job, Outer o, int6
     float x[kB];
     const int count = static_cast<int>(job.block);  // kB, but the compiler shall not unroll the loops
     const uint32_t outliers = job.a.outliers > 0 ? outlier_mask(job, b * kB, kB) : 0;
-    for (int j = 0; j < count; ++j) x[j] = outliers >> j & 1 ? 0.0f : load(source + j * job.a.k_stride);
+    for (int j = 0; j < count; ++j)
+        x[j] = outliers >> j & 1 || b * kB + j >= job.a.k_size ? 0.0f : load(source + j * job.a.k_stride);
     Rule rule = job.rule;
     rule.stochastic = false;
     Philox unused(0, 0, 0);

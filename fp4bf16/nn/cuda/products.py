@@ -320,7 +320,8 @@ def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, **finish: Any) -
         operands = {"x16": feed.x, "w16": layer.sixteen(run)}
     else:
         w8, scale = layer.eight(run)
-        operands = {"x8": feed.x, "w8": w8, "image_scale": feed.scale, "col_scale": scale}
+        operands = {"x8": feed.x, "w8": w8, "image_scale": feed.scale, "col_scale": scale,
+                    "accumulate": run.accumulate}  # fmt: skip
     geometry = layer.geometry(feed.x.shape)
     cuda_conv.forward(geometry, d, run.stream, bias=layer.bias(run), **operands, **finish)
 

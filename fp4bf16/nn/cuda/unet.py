@@ -17,6 +17,7 @@ import numpy as np
 from ... import device
 from ...adapters import DeviceArray
 from ...backends import cuda_math
+from ...backends.cuda_gemm import ACCUMULATE
 from ...errors import ConfigError, DTypeError, ShapeError
 from ..tape import Node, Op, Variable, grad_enabled
 from .attention_block import AttentionBlock
@@ -44,9 +45,10 @@ class Network:
     held: bytes that the last recorded forward kept for its backward, by kind.
     """
 
-    def __init__(self, model: Any, weights: DeviceParameters, save: str = "packed", backward: str = "twin"):
+    def __init__(self, model: Any, weights: DeviceParameters, save: str = "packed", backward: str = "twin",
+                 accumulate: str = "fast"):  # fmt: skip
         self.model, self.like, self.layout = model, weights.data, weights.layout
-        self.save, self.backward_with = save, backward
+        self.save, self.backward_with, self.accumulate = save, backward, accumulate
         self.names = {id(module): name for name, module in model.named_modules()}
         self.parameters = model.parameters()
         self.projections: list[Layer] = []
@@ -56,9 +58,11 @@ class Network:
         self.held: Counter = Counter()
 
     @staticmethod
-    def check(model: Any, save: str, backward: str) -> None:
+    def check(model: Any, save: str, backward: str, accumulate: str) -> None:
         """`ConfigError` for what a network on the device cannot have."""
-        for name, value, known in (("save", save, SAVES), ("backward", backward, GRADIENTS)):
+        choices = (("save", save, SAVES), ("backward", backward, GRADIENTS),
+                   ("accumulate", accumulate, ACCUMULATE))  # fmt: skip
+        for name, value, known in choices:
             if value not in known:
                 raise ConfigError(f"UNet2D.cuda: {name} is {value!r}, but must be one of {', '.join(known)}")
         c = model.config
@@ -123,7 +127,8 @@ class Network:
         return device.launch("unet2d", None, (self.like,))
 
     def run(self, weights: Any, recording: bool) -> Run:
-        return Run(weights, self.model.flat, self.like, recording, self.save, self.backward_with)
+        return Run(weights, self.model.flat, self.like, recording, self.save, self.backward_with,
+                   self.accumulate)  # fmt: skip
 
     def forward(self, run: Run, x: DeviceArray, t: DeviceArray, labels, captions) -> tuple[DeviceArray, list]:
         """(prediction, what each step kept), the embedding's first."""
@@ -238,13 +243,13 @@ def _array_of(like: Any) -> DeviceArray:
     return device.operand(like.zeros(1, "float32") if isinstance(like, ModuleType) else like, "like")
 
 
-def move(model: Any, like: Any, save: str, backward: str) -> Network:
+def move(model: Any, like: Any, save: str, backward: str, accumulate: str) -> Network:
     """Put `model`'s parameters on the device; its device form."""
     like = _array_of(like)
-    Network.check(model, save, backward)
+    Network.check(model, save, backward, accumulate)
     with device.on(like):
         weights = DeviceParameters(model.flat, like)
-        network = Network(model, weights, save, backward)
+        network = Network(model, weights, save, backward, accumulate)
         weights.refresh(network.stream())
     _point(model, weights)
     return network

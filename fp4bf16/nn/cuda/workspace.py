@@ -31,15 +31,17 @@ class Run:
             values in "bf16", or not at all, "recompute". All give the same gradients. The BF16 track keeps
             them with "bf16" and computes them again otherwise.
         backward: what the gradient in the input of an FP4 layer is made with, the "twin" or the "master".
+        accumulate: how FP4 products are summed, "fast" or "promoted" (`fp4bf16.matmul`).
         held: bytes kept for the backward, by kind.
         time: what the residual blocks read of the time embedding (`embedding.Time`).
     """
 
     def __init__(
-        self, weights: Any, gradients: Any, like: DeviceArray, recording: bool, save: str, backward: str
-    ):
+        self, weights: Any, gradients: Any, like: DeviceArray, recording: bool, save: str, backward: str,
+        accumulate: str,
+    ):  # fmt: skip
         self.weights, self.gradients, self.like = weights, gradients, like
-        self.recording, self.save, self.backward = recording, save, backward
+        self.recording, self.save, self.backward, self.accumulate = recording, save, backward, accumulate
         self.stream = device.launch("unet2d", None, (like,))
         self.held: Counter = Counter()
         self.time: Any = None
