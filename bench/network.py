@@ -32,7 +32,7 @@ from fp4bf16.nn.cuda.optim import DeviceAdamW  # noqa: E402
 #: What the router would choose by cost: first and last convolution, embeddings and 1x1 shortcuts (which ride
 #: in the launch of an FP4 convolution) and the three strided convolutions in BF16.
 ROUTE = {"conv_in*": "bf16", "conv_out*": "bf16", "*time_emb*": "bf16", "*conv_shortcut*": "bf16",
-         "*downsamplers*": "bf16", "*": "fp4"}  # fmt: skip
+         "*downsamplers*": "bf16", "*to_out*": "bf16", "*": "fp4"}  # fmt: skip
 BF16 = {"*": "bf16"}
 FLOPS = 12.44e9  # multiplications and additions a picture, forward
 GIB = 1 << 30

@@ -6,7 +6,6 @@ made here, heads first; the backend sees three arrays and how the weights P are 
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from .interop import FLOATS, Operand, common_dtype, common_framework, float_oper
 from .tracks import resolve_track
 
 QUERY_BLOCK = 128  # queries that share one mean (SageAttention3)
+_LARGEST = float(np.finfo(np.float32).max)
 _ROUNDING = {"reference": None, "bf16": "bf16", "fp4": "e4m3", "dual": "e4m3"}  # of the weights P
 
 
@@ -60,19 +60,27 @@ def _check(q: Operand, k: Operand, v: Operand) -> None:
 
 
 def _scale(scale: float | None, dim: int) -> float:
-    value = dim**-0.5 if scale is None else float(scale)
-    if not math.isfinite(value):
-        raise ValueError(f"attention: scale is {scale}, but a finite number is needed; leave it out for "
-                         f"1/sqrt(dim)")  # fmt: skip
-    return value
+    if scale is None:
+        return dim**-0.5
+    if not isinstance(scale, int | float | np.integer | np.floating) or not abs(scale) <= _LARGEST:
+        raise ValueError(f"attention: scale is {scale!r}, but a finite number of float32 is needed; leave it "
+                         f"out for 1/sqrt(dim)")  # fmt: skip
+    return float(scale)
+
+
+def _causal(causal: Any) -> bool:
+    if isinstance(causal, bool | np.bool_) or (isinstance(causal, int) and causal in (0, 1)):
+        return bool(causal)
+    raise TypeError(f"attention: causal is a {type(causal).__name__}, but True or False is needed; "
+                    f"another mask is not taken")  # fmt: skip
 
 
 def _settings(track, q: Operand, k: Operand, v: Operand, scale, outliers):
     """(track, whether float64 is kept, scale), all checked."""
     _check(q, k, v)
     track = resolve_track(track, "bf16")
-    if outliers < 0:
-        raise ValueError(f"attention: outliers is {outliers}, but a number of channels is needed; "
+    if not isinstance(outliers, int | np.integer) or outliers < 0:
+        raise ValueError(f"attention: outliers is {outliers!r}, but a number of channels is needed; "
                          f"pass 0 for none")  # fmt: skip
     exact = track == "reference" and "float64" in (q.dtype, k.dtype, v.dtype)
     return track, exact, _scale(scale, q.shape[3])
@@ -187,7 +195,7 @@ def attention(q, k, v, *, track=None, causal=False, scale=None, out=None, stream
     if attention_cuda.on_device("attention", q, k, v):
         settings = _settings(track, q, k, v, scale, outliers)
         result = str(_result("attention", dtype, q, k, v))
-        return attention_cuda.attention(q, k, v, settings, bool(causal), result, out, stream)
+        return attention_cuda.attention(q, k, v, settings, _causal(causal), result, out, stream)
     check_stream("attention", stream)
     framework = common_framework("attention", q, k, v)
     track, exact, scale = _settings(track, q, k, v, scale, outliers)
@@ -198,7 +206,7 @@ def attention(q, k, v, *, track=None, causal=False, scale=None, out=None, stream
     used = _operands(kernels, q, k, v, track, exact, format, outliers)
     o = np.empty((used.v.shape[0], q.shape[1], v.shape[3]), used.v.dtype)
     if o.size:
-        kernels.attention_forward(*used.scores, used.v, o, bool(causal), scale, _ROUNDING[track])
+        kernels.attention_forward(*used.scores, used.v, o, _causal(causal), scale, _ROUNDING[track])
     kernels.store(_seq_first(o, q), target)
     return returned
 
@@ -224,7 +232,7 @@ def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="n
     if attention_cuda.on_device("attention_vjp", q, k, v, g):
         settings = _settings(track, q, k, v, scale, outliers)
         _check_gradient(g, q, v)
-        return attention_cuda.attention_vjp(g, q, k, v, settings, bool(causal), out, stream)
+        return attention_cuda.attention_vjp(g, q, k, v, settings, _causal(causal), out, stream)
     check_stream("attention_vjp", stream)
     framework = common_framework("attention_vjp", q, k, v, g)
     track, exact, scale = _settings(track, q, k, v, scale, outliers)
@@ -237,7 +245,8 @@ def attention_vjp(g, q, k, v, *, track=None, causal=False, scale=None, format="n
     flow = _heads_first(g.array)
     flow = kernels.values(flow, exact) if track == "reference" else kernels.rounded(flow)
     flow = flow.astype(used.q.dtype, copy=False)
-    gradients = kernels.attention_backward(flow, used.scores, used[1:], bool(causal), scale, _ROUNDING[track])
+    rounding, causal = _ROUNDING[track], _causal(causal)
+    gradients = kernels.attention_backward(flow, used.scores, used[1:], causal, scale, rounding)
     for gradient, (target, _) in zip(gradients, made, strict=True):
         kernels.store(_seq_first(gradient, q), target)
     return tuple(returned for _, returned in made)

@@ -208,8 +208,10 @@ def hidden_pictures(x: Arg, w: DualWeight, geo: Geometry, stream: int) -> tuple[
 
 # ---- the convolution ---------------------------------------------------------------------------------------
 def _pair(x: Side, w: Side) -> dict[str, Any]:
-    """Two operands as arguments of `cuda_conv.forward`; none where there are no channels."""
-    if x.array.shape[3] == 0:
+    """Two operands as arguments of `cuda_conv.forward`; none where the pictures are empty, of which the
+    quantiser makes no scales.
+    """
+    if x.array.size == 0:
         return {}
     bits = 8 if x.array.dtype == "uint8" else 16
     return {f"x{bits}": x.array, f"w{bits}": w.array, "image_scale": x.scale, "col_scale": w.scale}

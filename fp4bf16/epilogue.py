@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -42,11 +43,10 @@ class Epilogue:
                 raise ShapeError(f"{op}: {arg.name} has shape {arg.shape} but must be {want}, "
                                  f"{'one number a column of' if arg.name == 'bias' else 'the shape of'} "
                                  f"the result; broadcast it to that shape first")  # fmt: skip
-            flat = arg.array.reshape(-1, columns) if columns else arg.array.reshape(0, 0)
             if arg.name == "bias":
-                self.bias = flat[0].astype(np.float64 if exact else np.float32)
+                self.bias = arg.array.astype(np.float64 if exact else np.float32)
             else:
-                self.residual = flat
+                self.residual = arg.array.reshape(math.prod(shape[:-1]), columns)
         self.empty = not self.args and activation is None
 
     def __call__(self, y: np.ndarray, rows: slice, columns: slice) -> None:

@@ -60,7 +60,7 @@ class Attention:
         with np.errstate(invalid="ignore", divide="ignore"):
             p = rounded(np.exp(s - top))
             total = p.sum(-1, keepdims=True)
-            out = np.where(total > 0, p @ v / total, 0)
+            out = np.where(total == 0, 0, p @ v / total)
             lse = (top + np.log(total))[..., 0]
         self._stored(a, "out")[...] = out.swapaxes(1, 2).astype(np.float32).astype(BFLOAT16)
         if self.at(a.lse):

@@ -13,6 +13,16 @@ F32, F64, I64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 _STRIDES = "const int64_t*"
 
 
+def _shifted(x: np.ndarray, oh: int, ow: int, stride: int, dy: int, dx: int) -> np.ndarray:
+    """(n, oh, ow, c): x at (p * stride + dy, q * stride + dx), zero outside."""
+    n, h, w, c = x.shape
+    rows, columns = np.arange(oh) * stride + dy, np.arange(ow) * stride + dx
+    found = np.zeros((n, oh, ow, c), x.dtype)
+    inside = np.ix_(range(n), (rows >= 0) & (rows < h), (columns >= 0) & (columns < w), range(c))
+    found[inside] = x[:, rows[(rows >= 0) & (rows < h)]][:, :, columns[(columns >= 0) & (columns < w)]]
+    return found
+
+
 class _Emulation:
     """The functions; pointers become arrays by `view`."""
 
@@ -39,6 +49,39 @@ class _Emulation:
             if self.library.at(add):
                 total = total + self.picture(add, (n, h, w, c), BFLOAT16, add_strides).astype(F32)
         self.picture(dx, (n, h, w, c), BFLOAT16, dx_strides)[...] = total.astype(BFLOAT16)
+
+    # ---- convolutions of few channels
+    def patches(self, x, dtype, n, h, w, c, x_strides, oh, ow, kh, kw, stride, top, left, out, width) -> None:
+        source = self.picture(x, (n, h, w, c), (F32, BFLOAT16)[dtype], x_strides)
+        target = self._wide(out, (n, oh, ow), width)
+        for i, (r, s) in enumerate(np.ndindex(kh, kw)):
+            seen = _shifted(source, oh, ow, stride, r - top, s - left)
+            target[..., i * c : (i + 1) * c] = seen.astype(BFLOAT16)
+
+    def _wide(self, out, pixels, width) -> np.ndarray:
+        target = self.view(out, (*pixels, width), BFLOAT16)
+        target[...] = 0
+        return target
+
+    def gather_taps(
+        self, y, n, h, w, y_strides, oh, ow, o, kh, kw, top, left, bias, out, out_strides
+    ) -> None:  # fmt: skip
+        products = self.picture(y, (n, h, w, o * kh * kw), F32, y_strides).reshape(n, h, w, o, kh, kw)
+        total = np.zeros((n, oh, ow, o), F32)
+        for r, s in np.ndindex(kh, kw):
+            total += _shifted(products[..., r, s], oh, ow, 1, r - top, s - left)
+        if self.library.at(bias):
+            total += self.view(bias, (o,), F32)
+        self.picture(out, (n, oh, ow, o), F32, out_strides)[...] = total
+
+    def spread_taps(
+        self, g, dtype, n, oh, ow, o, g_strides, h, w, kh, kw, top, left, y, width
+    ) -> None:  # fmt: skip
+        gradient = self.picture(g, (n, oh, ow, o), (F32, BFLOAT16)[dtype], g_strides)
+        target = self._wide(y, (n, h, w), width)
+        each = target[..., : o * kh * kw]
+        for i, (r, s) in enumerate(np.ndindex(kh, kw)):
+            each[..., i :: kh * kw] = _shifted(gradient, h, w, 1, top - r, left - s).astype(BFLOAT16)
 
     # ---- rows
     def add(self, a, a_stride, b, b_stride, rows, c, out, out_stride) -> None:
@@ -159,6 +202,12 @@ def define(library) -> None:
         ("upsample", f"const void*, int32_t, {pixels}, {_STRIDES}, void*, {_STRIDES}, void*"),
         ("upsample_backward", f"const void*, {pixels}, {_STRIDES}, const void*, {_STRIDES}, void*, "
          f"{_STRIDES}, void*"),
+        ("patches", f"const void*, fp4bf16_dtype, {pixels}, {_STRIDES}, {', '.join(['int64_t'] * 7)}, void*, "
+         "int64_t, void*"),
+        ("gather_taps", f"const float*, int64_t, int64_t, int64_t, {_STRIDES}, "
+         f"{', '.join(['int64_t'] * 7)}, const float*, float*, {_STRIDES}, void*"),
+        ("spread_taps", f"const void*, fp4bf16_dtype, {pixels}, {_STRIDES}, {', '.join(['int64_t'] * 6)}, "
+         "void*, int64_t, void*"),
         ("add", f"const void*, int64_t, const void*, int64_t, {rows}, void*, int64_t, void*"),
         ("column_sums", f"const void*, {rows}, int64_t, float*, void*, void*"),
         ("silu", "const void*, int64_t, fp4bf16_dtype, void*, void*"),

@@ -91,6 +91,49 @@ def test_dequantize(library, gpu, rng, fmt, dtype):
             same_bits(got[:, k:], np.full((rows, stride - k), poison), "wrote between rows")
 
 
+# Rows without gaps, (rows, k, rows of an outer scale, 0 for all): one row, less than a thread block, pictures
+# of which the last is cut, and enough for several vectors a thread, the last of them missing.
+FLAT = [(1, 32, 0), (3, 64, 1), (37, 96, 0), (50, 128, 7), (1031, 160, 1), (4096, 128, 1024), (40037, 128, 0),
+        (32801, 256, 1024), (9001, 512, 1), (2049, 2304, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", [0, 1, 2])
+def test_dequantize_rows_without_gaps(library, gpu, rng, fmt, dtype):
+    for i, (rows, k, mid) in enumerate(FLAT):
+        packed, scale, value = quantized(rng, fmt, rows, k)
+        mid = mid or rows
+        groups = -(-rows // mid)
+        outer = np.ldexp(rng.uniform(1, 2, groups), rng.integers(-40, 40, groups)).astype(np.float32)
+        if i % 3 == 1:
+            outer[rng.integers(groups)] = np.nan
+        with np.errstate(over="ignore", invalid="ignore"):
+            want = cast(value * outer.repeat(mid)[:rows, None], DTYPES[dtype])
+        for m, n in {(mid, 1), (1, rows)} if mid == 1 else {(mid, 1)}:
+            got = dequantize(library, gpu, fmt, rows, k, packed, scale, outer, m, n, dtype, 1, k, 1, rows * k)
+            same_bits(got.reshape(rows, k), want, f"{fmt} {rows}x{k}, {m} rows a scale, {n} together")
+        gpu.free()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_dequantize_without_gaps_has_the_bits_of_other_layouts(library, gpu, rng, fmt):
+    """Every scale byte, both NaN and the sign included, against the kernel of rows further apart."""
+    rows, k = 256, 64
+    packed, scale, _ = quantized(rng, fmt, rows, k)
+    if scale.size:
+        scale[:] = np.arange(rows, dtype=np.uint8)[:, None]
+    else:
+        packed[:] = np.arange(rows, dtype=np.uint8)[:, None]
+    outer = np.array([1.37, np.nan, np.inf, -(2.0**-140)], np.float32)
+    for dtype in range(3):
+        one, two = (
+            dequantize(library, gpu, fmt, rows, k, packed, scale, outer, 64, 1, dtype, 1, stride, 1,
+                       rows * stride).reshape(rows, stride)[:, :k]
+            for stride in (k, k + 8)
+        )  # fmt: skip
+        same_bits(one, two)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [0, 1, 2])
 def test_dequantize_blocks_along_another_axis(library, gpu, rng, fmt, dtype):

@@ -10,6 +10,7 @@ from test_cuda_convert import same_bits
 
 from fp4bf16 import DTypeError, ShapeError, device
 from fp4bf16.backends import cuda_elementwise as wrapped
+from fp4bf16.backends.cuda_conv import Geometry
 from fp4bf16.interop import BFLOAT16
 from fp4bf16.nn import fused
 from fp4bf16.nn.layers import timestep_embedding
@@ -94,6 +95,105 @@ def test_offsets_of_more_than_32_bits(library, gpu, rng):
         found = gpu.get(y + i * far, (2, 2, 16), "u1")
         np.testing.assert_array_equal(found, np.broadcast_to(x[i], found.shape))
         same_bits(gpu.get(out + i * far, (16,), BFLOAT16), (a + zero)[i])
+    gpu.free()
+
+
+# ---- convolutions of few channels
+CONVOLUTIONS = [  # shape; kh, kw, stride, top, left; oh, ow
+    ((1, 1, 1, 1), (1, 1, 1, 0, 0), (1, 1)),
+    ((2, 5, 7, 3), (3, 3, 1, 1, 1), (5, 7)),
+    ((3, 9, 4, 5), (3, 3, 2, 0, 1), (4, 3)),
+    ((2, 3, 2, 2), (2, 4, 1, 3, 2), (6, 3)),
+    ((1, 40, 70, 4), (5, 3, 1, 2, 1), (40, 70)),
+    ((7, 32, 32, 3), (3, 3, 1, 1, 1), (32, 32)),
+    ((2, 16, 16, 12), (3, 3, 1, 1, 1), (16, 16)),
+    ((0, 4, 4, 3), (3, 3, 1, 1, 1), (4, 4)),
+    ((2, 4, 0, 3), (3, 3, 1, 1, 2), (4, 2)),
+    ((2, 4, 3, 0), (3, 3, 1, 1, 1), (4, 3)),
+]
+FRAMES = [((), 0), ((1, 0, 5), 3), ((2, 1, 8), 8)]
+
+
+@pytest.mark.parametrize("shape, kernel, size", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [0, 1])
+def test_patches(place, rng, shape, kernel, size, dtype):
+    library, memory = place
+    (n, *_, c), (kh, kw, stride, top, left), (oh, ow) = shape, kernel, size
+    x = bf16(rng, shape) if dtype else bf16(rng, shape).astype(F32) * F32.type(1.001)
+    framed = np.pad(x, ((0, 0), (top, oh * stride + kh), (left, ow * stride + kw), (0, 0)))
+    each = [framed[:, r : r + oh * stride : stride, s : s + ow * stride : stride]
+            for r in range(kh) for s in range(kw)]  # fmt: skip
+    for extra, (pad, front) in zip((0, 8, 16), FRAMES, strict=True):
+        values = kh * kw * c
+        width = -(-values // 8) * 8 + extra
+        want = np.zeros((n, oh, ow, width), BFLOAT16)
+        want[..., :values] = np.concatenate(each, axis=3).astype(BFLOAT16)
+        held, out = Held(memory, x, pad, front), memory.empty(2 * want.size)
+        library.call("patches", held.address, dtype, *shape, held.strides, oh, ow, *kernel, out, width, 0)
+        same_bits(memory.get(out, want.shape, BFLOAT16), want)
+
+
+@pytest.mark.parametrize("shape, kernel, size", [c for c in CONVOLUTIONS if c[1][2] == 1], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_sums_over_taps(place, rng, shape, kernel, size, with_bias):
+    """FP32 sums in one order: the same bits everywhere."""
+    library, memory = place
+    (n, h, w, o), (kh, kw, _, top, left), (oh, ow) = shape, kernel, size
+    y = rng.standard_normal((n, h, w, o * kh * kw)).astype(np.float32)
+    bias = rng.standard_normal(o).astype(np.float32)
+    framed = np.pad(y, ((0, 0), (top, oh + kh), (left, ow + kw), (0, 0)))
+    framed = framed.reshape(*framed.shape[:3], o, kh, kw)
+    want = np.zeros((n, oh, ow, o), np.float32)
+    for r, s in np.ndindex(kh, kw):
+        want += framed[:, r : r + oh, s : s + ow, :, r, s]
+    want += bias if with_bias else F32.type(0)
+    for pad, front in FRAMES:
+        for pads in ((pad, ()), ((), pad)):
+            held = Held(memory, y, pads[0], front)
+            out = Held(memory, pad=pads[1], front=front, shape=want.shape, dtype=F32)
+            library.call("gather_taps", held.address, n, h, w, held.strides, oh, ow, o, kh, kw, top, left,
+                         memory.put(bias) if with_bias else 0, out.address, out.strides, 0)  # fmt: skip
+            same_bits(out.get(), want)
+
+
+@pytest.mark.parametrize("shape, kernel, size", [c for c in CONVOLUTIONS if c[1][2] == 1], ids=str)
+@pytest.mark.parametrize("dtype", [0, 1])
+def test_taps_of_a_gradient(place, rng, shape, kernel, size, dtype):
+    library, memory = place
+    (n, h, w, o), (kh, kw, _, top, left), (oh, ow) = shape, kernel, size
+    g = bf16(rng, (n, oh, ow, o)) if dtype else bf16(rng, (n, oh, ow, o)).astype(F32) * F32.type(1.001)
+    framed = np.zeros((n, max(top + h, oh + kh), max(left + w, ow + kw), o, kh, kw), BFLOAT16)
+    for r, s in np.ndindex(kh, kw):
+        framed[:, r : r + oh, s : s + ow, :, r, s] = g.astype(BFLOAT16)
+    values = o * kh * kw
+    found = framed[:, top : top + h, left : left + w].reshape(n, h, w, values)
+    for extra, (pad, front) in zip((0, 8, 16), FRAMES, strict=True):
+        width = -(-values // 8) * 8 + extra
+        want = np.zeros((n, h, w, width), BFLOAT16)
+        want[..., :values] = found
+        held, y = Held(memory, g, pad, front), memory.empty(2 * want.size)
+        library.call("spread_taps", held.address, dtype, n, oh, ow, o, held.strides, h, w, kh, kw, top, left,
+                     y, width, 0)  # fmt: skip
+        same_bits(memory.get(y, want.shape, BFLOAT16), want)
+
+
+@pytest.mark.gpu
+def test_many_values_of_a_pixel(library, gpu, rng):
+    """Tiles of one result and of few; what no tile holds is refused."""
+    for o, k, shape in ((1, 10, (1, 4, 7)), (20, 3, (2, 9, 40)), (7, 3, (2, 33, 17))):
+        n, h, w = shape
+        y = rng.standard_normal((*shape, o * k * k)).astype(np.float32)
+        held, top = Held(gpu, y), k // 2
+        out = Held(gpu, shape=(*shape, o), dtype=F32)
+        arguments = [n, h, w, held.strides, h, w, o, k, k, top, top, 0, out.address, out.strides, 0]
+        want = np.zeros((*shape, o), np.float32)
+        framed = np.pad(y, ((0, 0), (top, k), (top, k), (0, 0))).reshape(n, h + top + k, w + top + k, o, k, k)
+        for r, s in np.ndindex(k, k):
+            want += framed[:, r : r + h, s : s + w, :, r, s]
+        library.call("gather_taps", held.address, *arguments)
+        same_bits(out.get(), want)
+    with pytest.raises(ValueError, match="one pixel are 9 x 9 of 162 values, but at most 12288"):
+        library.call("gather_taps", 64, 1, 1, 1, [1] * 3, 1, 1, 2, 9, 9, 4, 4, 0, 64, [2] * 3, 0)
     gpu.free()
 
 
@@ -227,6 +327,13 @@ def test_rows_of_a_table(place, rng, rows, count, dim):
         ("upsample", (64, 2, 1, 1, 1, 1, 0, 64, [1] * 3, 0), "the strides of x are NULL"),
         ("upsample_backward", (64, 1, 1, 1, 1, [1] * 3, 63, [1] * 3, 64, [1] * 3, 0), "add is 1 bytes past"),
         ("add", (64, 4, 64, 8, 2, 8, 64, 8, 0), "row stride of a is 4 elements, less than its 8 columns"),
+        ("patches", (64, 2, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 64, 32, 0), "dtype is 2, but must"),
+        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 64, 24, 0), "width is 24, .* 27"),
+        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 0, 1, 1, 64, 32, 0), "stride is 0, but must"),
+        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 72, 32, 0), "out is 8 bytes past"),
+        ("gather_taps", (64, 1, 4, 4, 0, 4, 4, 3, 3, 3, 1, 1, 0, 64, [1] * 3, 0), "strides of y are NULL"),
+        ("gather_taps", (64, 1, 4, 4, [1] * 3, 4, 4, 3, 0, 3, 1, 1, 0, 64, [1] * 3, 0), "kh is 0"),
+        ("spread_taps", (65, 1, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 64, 32, 0), "g is 1 bytes past"),
         ("silu", (64, 1, 2, 64, 0), r"dtype is 2, but FP4BF16_FLOAT32 \(0\) or FP4BF16_BFLOAT16 \(1\)"),
         ("silu_backward", (0, 64, 1, 0, 64, 0), "silu_backward: g is NULL"),
         ("timestep_embedding", (64, 2, 1, 8, 0, 1.0, 1e4, 64, 8, 0), "t_step is 2"),
@@ -267,6 +374,29 @@ def test_wrappers_fill_device_arrays(host_cuda, rng):  # noqa: F811
     np.testing.assert_array_equal(table.owner.array[:, 0], [2, 1, 2])
     wrapped.timestep_embedding(index, rows, 0, flip=True, freq_shift=0)
     np.testing.assert_array_equal(rows.owner.array[1], [1] * 4 + [0] * 4)
+
+
+def test_wrappers_of_convolutions(host_cuda, rng):  # noqa: F811
+    geometry = Geometry(2, 4, 5, 4, 5, 3, 3, 3, 1, 1, 1)
+    y, bias, g = operands(host_cuda, rng.standard_normal((2, 4, 5, 27)).astype(F32), np.ones(3, F32),
+                          rng.standard_normal((2, 4, 5, 3)).astype(BFLOAT16))  # fmt: skip
+    out, wide = device.empty((2, 4, 5, 3), "float32", y), device.empty((2, 4, 5, 32), "bfloat16", y)
+    wrapped.gather_taps(y, None, out, geometry, 0)
+    wrapped.spread_taps(g, wide, geometry, 0)
+    inner = (out.owner.array * g.owner.array.astype(F32)).sum()
+    spread = wide.owner.array[..., :27].astype(F32)
+    np.testing.assert_allclose((y.owner.array * spread).sum(), inner, rtol=1e-4, atol=1e-4)  # adjoints
+    plain = out.owner.array.copy()
+    wrapped.gather_taps(y, bias, out, geometry, 0)
+    np.testing.assert_array_equal(out.owner.array, plain + 1)
+    wrapped.patches(g, wide, geometry, 0)
+    same_bits(wide.owner.array[:, 1:, 1:, :3], g.owner.array[:, :-1, :-1])  # the first tap
+    with pytest.raises(ShapeError, match=r"y has shape \(2, 4, 5, 27\), but \(2, 4, 5, 36\) is needed"):
+        wrapped.gather_taps(y, None, out, geometry._replace(o=4), 0)
+    with pytest.raises(DTypeError, match="out has dtype float32, but bfloat16 is needed"):
+        wrapped.patches(g, y, geometry, 0)
+    with pytest.raises(DTypeError, match="g has dtype int32, but float32 or bfloat16"):
+        wrapped.spread_taps(*operands(host_cuda, np.zeros((2, 4, 5, 3), np.int32)), wide, geometry, 0)
 
 
 def test_wrappers_refuse_what_would_be_read_past_its_end(host_cuda):  # noqa: F811

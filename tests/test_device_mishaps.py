@@ -269,3 +269,60 @@ def test_signatures_are_not_kept_for_ever(rng, monkeypatch):
             y = fb.matmul(fb.quantize(put(x), search="fast"), q)
             close(y, fb.matmul(x, fb.quantize(w, axis=-2)))
         assert len(gemm_cuda._NUMBERS) <= 4
+
+
+# ---- pictures and sequences
+@pytest.mark.parametrize("track", ["bf16", "fp4", "dual"])
+@pytest.mark.parametrize("shape", [(2, 0, 4, 8), (1, 3, 0, 24), (2, 0, 0, 17), (1, 2, 3, 0)], ids=str)
+def test_padding_around_nothing(rng, track, shape):
+    """All that the kernel sees is padding: zeros, then the epilogue. No quantiser has made scales."""
+    w, bias = draw(rng, (3, 3, 3, shape[3])), draw(rng, 3)
+    a, b = (fb.DualWeight(w, 2), fb.DualWeight(put(w), 2)) if track == "dual" else (w, put(w))
+    x = np.zeros(shape, np.float32)
+    for more in ({}, {"bias": bias, "activation": "silu"}):
+        want = fb.conv2d(x, a, padding=2, track=track, **more)
+        placed = more | ({"bias": put(bias)} if more else {})
+        y = fb.conv2d(put(x), b, padding=2, track=track, **placed)
+        assert y.shape == want.shape and want.size
+        np.testing.assert_allclose(y.array, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [np.asarray, put], ids=["host", "device"])
+@pytest.mark.parametrize("track", ["bf16", "fp4"])
+def test_no_output_channels(rng, place, track):
+    """O = 0 (N = 0) with an epilogue."""
+    x, w, bias = place(draw(rng, (1, 3, 3, 16))), place(draw(rng, (0, 3, 3, 16))), place(draw(rng, 0))
+    more = {"bias": bias, "residual": place(draw(rng, (1, 3, 3, 0))), "activation": "silu", "track": track}
+    assert fb.conv2d(x, w, padding=1, **more).shape == (1, 3, 3, 0)
+    more["residual"] = place(draw(rng, (3, 0)))
+    assert fb.matmul(place(draw(rng, (3, 16))), place(draw(rng, (16, 0))), **more).shape == (3, 0)
+
+
+@pytest.mark.parametrize("place", [np.asarray, put], ids=["host", "device"])
+def test_attention_settings(rng, place):
+    q = place(draw(rng, (1, 4, 2, 16)))
+    mask = place(np.ones((4, 4), bool))
+    for settings, sentence in (
+        ({"scale": "x"}, "scale is 'x', but a finite number"), ({"scale": 1e300}, "scale is 1e.300, but a"),
+        ({"scale": place(np.ones(()))}, "scale is .*, but a finite number"),
+        ({"scale": float("nan")}, "scale is nan, but a finite"), ({"scale": 10**400}, "scale is 100.*finite"),
+        ({"outliers": None}, "outliers is None, but a number"), ({"outliers": "x"}, "outliers is 'x', but"),
+        ({"outliers": 1.5}, "outliers is 1.5, but"), ({"causal": mask}, "causal is a .*array.*, but True"),
+        ({"causal": "no"}, "causal is a str, but True or False"), ({"causal": None}, "causal is a NoneType"),
+    ):  # fmt: skip
+        for call in (lambda **s: fb.attention(q, q, q, **s), lambda **s: fb.attention_vjp(q, q, q, q, **s)):
+            with pytest.raises((TypeError, ValueError), match=f"(?i)attention: {sentence}"):
+                call(**settings)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", range(3))
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_does_not_hide_what_is_not_finite(rng, bad, where, causal):
+    arrays = [draw(rng, (1, 4, 2, 16)) for _ in range(3)]
+    arrays[where][0, 1, 0, 3] = bad
+    with np.errstate(all="ignore"):
+        want = fb.attention(*arrays, causal=causal)
+        got = fb.attention(*map(put, arrays), causal=causal).array
+    assert not np.isnan(bad) or np.isnan(got).any()
+    assert np.array_equal(np.isnan(got), np.isnan(want))  # a key of -inf may rightly have no weight

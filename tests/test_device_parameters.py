@@ -135,6 +135,23 @@ def test_padded_copies(flat, like):
             found.bf16_of(name, **sizes)
 
 
+def test_padded_copies_in_another_shape(flat, like):
+    """Of a convolution: the values of an output as one row; every tap as an output of its own."""
+    found = DeviceParameters(flat, like)
+    rows = found.bf16_of("conv_in.weight", channels=32, shape=(32, 27))
+    taps = found.bf16_of("conv_out.weight", outputs=32, shape=(27, 1, 1, 32))
+    for _ in range(2):
+        first, last = (host(found.data_of(f"{name}.weight")).astype(BF16) for name in ("conv_in", "conv_out"))
+        same(host(rows)[:, :27], first.reshape(32, 27))
+        same(host(taps)[:27], last.reshape(27, 1, 1, 32))
+        assert not host(rows)[:, 27:].any() and not host(taps)[27:].any()
+        host(found.data)[:] *= np.float32(-1.7)
+        found.refresh()
+    assert found.bf16_of("conv_in.weight", channels=32, shape=(32, 27)) is rows
+    with pytest.raises(fb.ShapeError, match=r"\(32, 3, 3, 3\), which cannot be seen as \(32, 28\)"):
+        found.bf16_of("conv_in.weight", channels=32, shape=(32, 28))
+
+
 def test_clones_are_their_own(flat, like):
     found = DeviceParameters(flat, like)
     found.refresh()

@@ -21,7 +21,8 @@ CONFIGS = {
             norm_eps=1e-3),
         (2, 8, 12, 3)),
     "no middle": (
-        dict(mid_block_type=None, downsample_padding=0, block_out_channels=(24, 40)), (1, 8, 4, 12)),
+        dict(in_channels=20, mid_block_type=None, downsample_padding=0, block_out_channels=(24, 40)),
+        (1, 8, 4, 20)),
 }  # fmt: skip
 #: softmax(QK)V and the captions' lookup run on BF16 on the device: here on the CPU too.
 FP4 = {"*.attentions.?": "bf16", "caption*": "bf16", "*": "fp4"}

@@ -1,4 +1,5 @@
-"""What surrounds products and convolutions on a GPU: upsampling, sums, SiLU, embeddings, with their adjoints.
+"""What surrounds products and convolutions on a GPU: upsampling, patches, sums, SiLU, embeddings, with their
+adjoints.
 
 Each function fills device arrays that the caller made, on the stream with that handle, and returns nothing.
 Activations and their gradients are bfloat16, gradients of parameters float32; `src/cuda/fp4bf16.h` has the
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from .. import device
 from ..device import DeviceArray
 from ..errors import DTypeError, ShapeError
+from .cuda_conv import Geometry
 from .cuda_gemm import DTYPES, uniform
 
 #: Rows of partial sums that `column_sums` needs at most.
@@ -27,7 +29,7 @@ def fits(op: str, name: str, x: DeviceArray, shape: Sequence[int], dtype: str | 
                          f"that shape")  # fmt: skip
     if dtype is not None and x.dtype != dtype:
         raise DTypeError(f"{op}: {name} has dtype {x.dtype}, but {dtype} is needed; convert it first")
-    if x.ndim and x.shape[-1] > 1 and x.strides[-1] != 1:
+    if x.size and x.ndim and x.shape[-1] > 1 and x.strides[-1] != 1:
         raise ValueError(f"{op}: the last axis of {name} has stride {x.strides[-1]}, but must be contiguous; "
                          f"copy it first")  # fmt: skip
 
@@ -75,6 +77,49 @@ def upsample_backward(g: DeviceArray, dx: DeviceArray, stream: int, add: DeviceA
                 dx.address, list(dx.strides[:3]), stream)  # fmt: skip
 
 
+# ---- convolutions of few channels
+def _float_dtype(op: str, name: str, x: DeviceArray) -> int:
+    if x.dtype not in ("float32", "bfloat16"):
+        raise DTypeError(f"{op}: {name} has dtype {x.dtype}, but float32 or bfloat16 is needed; convert it "
+                         f"first")  # fmt: skip
+    return DTYPES[x.dtype]
+
+
+def patches(x: DeviceArray, out: DeviceArray, geo: Geometry, stream: int) -> None:
+    """out (N, OH, OW, width) bfloat16, contiguous = the kh * kw * C values of x (N, H, W, C) float32 or
+    bfloat16 that each output pixel of the convolution meets, in the order of a weight's row, then zeros.
+    """
+    dtype, c, width = _float_dtype("patches", "x", x), x.shape[3], out.shape[3]
+    fits("patches", "x", x, (geo.n, geo.h, geo.w, c))
+    to = whole("patches", "out", out, (geo.n, geo.oh, geo.ow, width), "bfloat16")
+    device.call("patches", x.address, dtype, *x.shape, list(x.strides[:3]), geo.oh, geo.ow, geo.kh, geo.kw,
+                geo.stride, geo.top, geo.left, to, width, stream)  # fmt: skip
+
+
+def gather_taps(
+    y: DeviceArray, bias: DeviceArray | None, out: DeviceArray, geo: Geometry, stream: int
+) -> None:
+    """out (N, OH, OW, O) float32 = for each pixel and output the sum over the taps (r, s) of y (N, H, W, O *
+    kh * kw) float32 at (p - top + r, q - left + s), + bias (O,) float32; stride 1.
+    """
+    fits("gather_taps", "y", y, (geo.n, geo.h, geo.w, geo.o * geo.kh * geo.kw), "float32")
+    fits("gather_taps", "out", out, (geo.n, geo.oh, geo.ow, geo.o), "float32")
+    added = 0 if bias is None else whole("gather_taps", "bias", bias, (geo.o,), "float32")
+    device.call("gather_taps", y.address, *y.shape[:3], list(y.strides[:3]), *out.shape[1:], geo.kh, geo.kw,
+                geo.top, geo.left, added, out.address, list(out.strides[:3]), stream)  # fmt: skip
+
+
+def spread_taps(g: DeviceArray, y: DeviceArray, geo: Geometry, stream: int) -> None:
+    """The adjoint of `gather_taps`: y (N, H, W, width) bfloat16, contiguous = what each pixel gets of g (N,
+    OH, OW, O) float32 or bfloat16 by each output and tap, then zeros.
+    """
+    dtype, width = _float_dtype("spread_taps", "g", g), y.shape[3]
+    fits("spread_taps", "g", g, (geo.n, geo.oh, geo.ow, geo.o))
+    to = whole("spread_taps", "y", y, (geo.n, geo.h, geo.w, width), "bfloat16")
+    device.call("spread_taps", g.address, dtype, *g.shape, list(g.strides[:3]), geo.h, geo.w, geo.kh, geo.kw,
+                geo.top, geo.left, to, width, stream)  # fmt: skip
+
+
 # ---- rows
 def add(a: DeviceArray, b: DeviceArray, out: DeviceArray, stream: int) -> None:
     """out (..., C) = a + b, bfloat16; rows evenly spaced. `out` may be `a` or `b`."""
@@ -96,22 +141,16 @@ def column_sums(x: DeviceArray, sums: DeviceArray, stream: int) -> None:
 
 
 # ---- SiLU
-def _silu_dtype(op: str, x: DeviceArray) -> int:
-    if x.dtype not in ("float32", "bfloat16"):
-        raise DTypeError(f"{op}: x has dtype {x.dtype}, but float32 or bfloat16 is needed; convert it first")
-    return DTYPES[x.dtype]
-
-
 def silu(x: DeviceArray, y: DeviceArray, stream: int) -> None:
     """y = x sigmoid(x), both contiguous, of one shape and dtype, float32 or bfloat16; `y` may be `x`."""
-    dtype = _silu_dtype("silu", x)
+    dtype = _float_dtype("silu", "x", x)
     arguments = (whole("silu", "x", x, x.shape), x.size, dtype, whole("silu", "y", y, x.shape, x.dtype))
     device.call("silu", *arguments, stream)
 
 
 def silu_backward(g: DeviceArray, x: DeviceArray, dx: DeviceArray, stream: int) -> None:
     """dx = g times the derivative of `silu` at x, all of one shape and dtype."""
-    dtype = _silu_dtype("silu_backward", x)
+    dtype = _float_dtype("silu_backward", "x", x)
     g_at, x_at, dx_at = (
         whole("silu_backward", name, array, x.shape, x.dtype)
         for name, array in (("g", g), ("x", x), ("dx", dx))

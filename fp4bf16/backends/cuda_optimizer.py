@@ -69,6 +69,9 @@ def step_scalars(
     >>> step_scalars(1, 0.1, (0.9, 0.999)).round(3).tolist()
     [1.0, 31.62299919128418, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not math.isfinite(value):
+            raise ValueError(f"adamw: {name} is {value}, but a finite number is needed; lower it")
     beta1, beta2 = betas
     step = count - 1 if ema_step is None else ema_step
     mix = 0.0 if ema_decay is None else 1 - min(ema_decay, (1 + step) / (10 + step))

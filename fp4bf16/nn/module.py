@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import device
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from ..gemm import DualWeight
 from ..quantize import quantize
 from ..tracks import check_track, match_route, resolve_track
@@ -206,14 +206,20 @@ class Module:
         try:
             yield
         finally:
+            if self.on_device:
+                raise ConfigError(
+                    "using: the module was moved to the GPU inside, with the weights of using(...), which it "
+                    "keeps; call cuda() outside"
+                )
             self.flat.bind(before)
 
     @contextmanager
     def _using_device(self, weights: Any) -> Iterator[None]:
         if type(weights) is not type(self.flat) or weights.layout is not self.flat.layout:
+            more = " of another module" if type(weights) is type(self.flat) else ""
             raise TypeError(
-                f"using: flat is a {type(weights).__name__}, but the module is on the GPU; pass weights made "
-                "with module.flat.clone()"
+                f"using: flat is a {type(weights).__name__}{more}, but the module is on the GPU with its "
+                "own; pass weights made with module.flat.clone()"
             )
         before = self.__dict__.get("_bound")
         self._bound = weights

@@ -8,12 +8,13 @@ arrays in as few passes as possible and is used for first-order gradients; a tes
 from __future__ import annotations
 
 import contextvars
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 from .xp import as_array, namespace
 
 _grad_enabled: contextvars.ContextVar[bool] = contextvars.ContextVar("fp4bf16_grad", default=True)
@@ -255,9 +256,19 @@ class _Sums:
         return self.value.pop(key, None)
 
 
+def _as_the_loss(g: Any, loss: Variable) -> Any:
+    """`g` as an array of the loss's framework and dtype."""
+    try:
+        xp = namespace(loss.data)
+    except TypeError:
+        own, other = (f"{type(x).__name__} of {getattr(x, 'dtype', 'no dtype')}" for x in (g, loss.data))
+        raise DTypeError(f"backward: g is a {own} but the loss is a {other}; convert g to that") from None
+    return xp.asarray(g, dtype=loss.dtype)
+
+
 def _start(loss: Variable, g: Any, taped: bool) -> Any:
     if g is None:
-        if loss.data.size != 1:
+        if math.prod(loss.shape) != 1:
             raise ShapeError(
                 f"backward: the loss has shape {loss.shape}, but only a loss of one element needs no g; "
                 "pass g of the loss's shape or reduce it with .mean() or .sum()"
@@ -265,7 +276,7 @@ def _start(loss: Variable, g: Any, taped: bool) -> Any:
         g = namespace(loss.data).ones(loss.shape, loss.dtype)
     data = g.data if isinstance(g, Variable) else g
     if type(data) is not type(loss.data) or data.dtype != loss.dtype:
-        data = namespace(loss.data).asarray(data, dtype=loss.dtype)
+        data = _as_the_loss(data, loss)
     if data.shape != loss.shape:
         raise ShapeError(
             f"backward: g has shape {data.shape} but the loss has shape {loss.shape}; they must be equal"

@@ -350,7 +350,13 @@ class UNet2D(Module):
                     f"is {wanted}; "
                     + (f"pass {name}" if given is None else f"leave it out or set {argument}")
                 )
-            rows = len(given) if isinstance(given, list | tuple) else given.shape[0]
+            shape = (len(given),) if isinstance(given, list | tuple) else getattr(given, "shape", ())
+            if not shape:
+                raise ShapeError(
+                    f"UNet2D: {name} is {given!r}, but one for each of the {batch} pictures is needed; pass "
+                    f"an array of {batch} rows"
+                )
+            rows = shape[0]
             if rows != batch:
                 raise ShapeError(
                     f"UNet2D: {name} has {rows} rows but sample has {batch} pictures; they must agree"
@@ -364,8 +370,13 @@ class UNet2D(Module):
         """sample (B, H, W, in_channels); timesteps: one number or (B,); class_labels (B,) integers;
         captions (B, caption_vocabulary), 1 where a word occurs, an all-zero row for no caption.
         Returns (B, H, W, out_channels) in the parameters' dtype. On the GPU all arrays are on it, timesteps
-        and class_labels int64.
+        and class_labels int64; there a label that is no class, which the CPU refuses, adds nothing.
         """
+        if not hasattr(sample, "shape"):
+            raise TypeError(
+                f"UNet2D: sample is a {type(sample).__name__}, but an array of pictures is needed; pass one "
+                f"of shape (B, H, W, {self.config.in_channels})"
+            )
         self._check_shape(tuple(sample.shape))
         if self.on_device:
             return self._on_device(sample, timesteps, class_labels, captions)
@@ -433,7 +444,7 @@ class UNet2D(Module):
         halvings = 2 ** (len(c.block_out_channels) - 1)
         if len(shape) != 4 or shape[3] != c.in_channels:
             raise ShapeError(f"UNet2D: sample has shape {shape}, but (B, H, W, {c.in_channels}) is needed")
-        if shape[1] % halvings or shape[2] % halvings:
+        if shape[1] % halvings or shape[2] % halvings or 0 in shape[1:3]:
             raise ShapeError(
                 f"UNet2D: sample is {shape[1]} x {shape[2]} pixels, but the "
                 f"{len(c.block_out_channels)} levels need multiples of {halvings}; pad or resize"

@@ -325,9 +325,13 @@ def sample_command(arguments: argparse.Namespace) -> int:
     captions = [one] * n if one is not None else _captions(model, n)
     steps = model.config.eval.steps if arguments.steps is None else arguments.steps
     model.encode(captions, strict=True)
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {arguments.out}: {arguments.out.parent} cannot be made a folder "
+                          f"({error.strerror}); name another file") from None  # fmt: skip
     draw = make_sampler(device, model)
     pictures = draw([arguments.seed + i for i in range(n)], captions, steps, arguments.track)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     sheet = grid(to_bytes(pictures), min(n, 8))
     arguments.out.write_bytes(png(sheet, scale=max(1, 128 // model.config.size)))
     named = [repr(one)] if one is not None else [*map(repr, captions[:8]), *["..."] * (n > 8)]

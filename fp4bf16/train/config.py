@@ -119,12 +119,6 @@ class Config:
         """Plain dicts, lists and numbers, as written to ``config.json``."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
-    @property
-    def latent_shape(self) -> tuple[int, int, int]:
-        """Shape of one picture as the network sees it: (H, W, C) after folding."""
-        f = self.model.unshuffle
-        return self.size // f, self.size // f, 3 * f * f
-
 
 PRESETS: dict[str, Config] = {
     "faces16": Config(),
@@ -132,9 +126,9 @@ PRESETS: dict[str, Config] = {
         preset="emoji32",
         size=32,
         word="",
-        model=ModelConfig(unshuffle=2, block_out_channels=(32, 64, 64), attention=(False, False, True)),
+        model=ModelConfig(unshuffle=2, block_out_channels=(32, 64, 64), attention=(False, True, True)),
         # The base is for a GPU; its weights ship (--from base), and what follows it takes minutes on a CPU.
-        base=BaseConfig(steps=60000, batch=1024, lr=2e-3, ema=0.9998, checkpoint_every=5000),
+        base=BaseConfig(steps=5200, batch=256, lr=2e-3, ema=0.9998, checkpoint_every=5000),
         judge=JudgeConfig(steps=400, batch=32, width=24),
         align=AlignConfig(iterations=12),
         eval=EvalConfig(seeds=1),

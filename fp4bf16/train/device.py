@@ -23,7 +23,7 @@ from ..backends import cuda, cuda_diffusion, cuda_elementwise, cuda_math, cuda_o
 from ..backends.cuda_diffusion import DPO_STATS
 from ..diffusion.noise import NOISE
 from ..diffusion.samplers import START, coefficients
-from ..errors import CudaError
+from ..errors import ConfigError, CudaError, ShapeError
 from ..nn.cuda.graph import Graph
 from ..nn.tape import no_grad
 from ..nn.unet import pixel_shuffle
@@ -108,6 +108,9 @@ class CudaSampler:
     def draw(self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16") -> np.ndarray:
         """Pictures of the policy, as `Denoiser.draw` with the DDIM sampler."""
         model = self.model
+        if len(seeds) != len(captions):
+            raise ShapeError(f"draw: there are {len(captions)} captions but {len(seeds)} seeds; give one "
+                             f"caption a seed")  # fmt: skip
         chunk, seeds, bags = model.config.diffusion.chunk, np.array(seeds, np.uint64), model.encode(captions)
         timesteps, table = coefficients("ddim", model.schedule, steps)
         pictures = np.empty((len(seeds), *model.shape), np.float32)
@@ -147,6 +150,10 @@ class CudaEngine(CudaSampler):
     """`engine.HostEngine` on a GPU; track: of the training's forward."""
 
     def __init__(self, model: Any, config: Config, track: str | None = "bf16"):
+        for pattern, kind in config.route.items():
+            if kind not in ("fp4", "bf16"):
+                raise ConfigError(f"--route: {pattern} is on {kind!r}, but on the GPU a network runs on "
+                                  f"'fp4' and 'bf16'; choose one of these, or leave out --device")  # fmt: skip
         super().__init__(model)
         self.config, self.track = config, track
         self.parameters = model.unet.flat
@@ -193,6 +200,8 @@ class CudaEngine(CudaSampler):
         device.write(self.first, zero)
         device.write(self.second, zero)
         self.updates, self._aligning = 0, True
+        self._graphs.pop(("base",), None)  # its pool is as large as a step of training
+        self._base = None
 
     # --------------------------------------------------------------------------------------- the optimizer
 

@@ -19,12 +19,15 @@ import numpy as np
 
 from .. import io
 from ..errors import CheckpointError, ConfigError, ShapeError
+from ..interop import FLOATS
 from . import checkpoint
 from .config import PRESETS, Config, ModelConfig, check, from_dict
 from .data import ASSETS, Vocabulary
 from .denoiser import Denoiser
 
 FORMAT = "fp4bf16-base-1"
+#: What a file of JSON that somebody else wrote can raise, too deep a nesting among it.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _KEY = "fp4bf16.base"  # of our line in the header
 #: Settings that weights are bound to.
 _BOUND = (
@@ -141,13 +144,28 @@ def _read_base(source: str, path: Path, need_recipe: bool = False) -> Start:
         known = json.loads(io.load_metadata(path)[_KEY])
         if known["format"] != FORMAT:
             raise ValueError(f"format {known['format']!r} is not {FORMAT!r}")
-        arrays = {name: np.asarray(a, np.float32) for name, a in io.load(path).items()}
-        config, words = check(from_dict(known["config"])), tuple(known["words"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        arrays = {name: _float32(name, a) for name, a in io.load(path).items()}
+        config, words = check(from_dict(known["config"])), _words(known["words"])
+    except _UNREADABLE as error:
         raise CheckpointError(
             f"--from {source}: cannot be read as the weights of a base model ({error}); name another file"
         ) from None
     return Start(source, arrays, config, words)
+
+
+def _float32(name: str, array: np.ndarray) -> np.ndarray:
+    if array.dtype.name not in FLOATS:
+        raise ValueError(f"{name} has dtype {array.dtype}, but one of {', '.join(FLOATS)} is needed")
+    with np.errstate(over="ignore"):  # to Inf, which `Start.fit` reports
+        return np.asarray(array, np.float32)
+
+
+def _words(words: Any) -> tuple[str, ...]:
+    if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
+        raise ValueError("its words are no list of words")
+    if len(set(words)) < len(words):
+        raise ValueError(f"{len(words) - len(set(words))} of its {len(words)} words stand there twice")
+    return tuple(words)
 
 
 def _verify(source: str, path: Path, need_recipe: bool) -> None:
@@ -160,7 +178,7 @@ def _verify(source: str, path: Path, need_recipe: bool) -> None:
         return
     try:
         wanted = json.loads(recipe.read_text(encoding="utf-8"))["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(f"--from {source}: {recipe} cannot be read ({error!r}); {fix}") from None
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != wanted:

@@ -1,5 +1,6 @@
-// Attention of at most 16 queries and 16 keys a head, by mma: one thread block a head, 64 channels a warp,
-// all operands in registers from first to last. The formulas are those of attention_simple.cuh.
+// Gradients of attention of at most 16 queries and 16 keys a head, by mma: one thread block a head, 64
+// channels a warp, all operands in registers from first to last. The formulas are those of
+// attention_simple.cuh.
 //
 // Arrays are held as blocks of 8 rows x 8 columns of BF16, one word a thread: thread l has columns 2 (l % 4)
 // and the next of row l / 4. Such blocks are the fragments of mma.m16n8k16 (PTX ISA): of its left operand
@@ -112,52 +113,9 @@ __device__ inline void small_products(const Blocks& a, const Blocks& b, Square& 
     }
 }
 
-__device__ inline float quad_max(float v) {
-    v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 1));
-    return fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, 2));
-}
 __device__ inline float quad_sum(float v) {
     v += __shfl_xor_sync(0xFFFFFFFFu, v, 1);
     return v + __shfl_xor_sync(0xFFFFFFFFu, v, 2);
-}
-
-__global__ void __launch_bounds__(32 * kMostWarps) attention_small_kernel(const fp4bf16_attention_args p) {
-    for (int64_t z = blockIdx.x; z < p.n * p.heads; z += gridDim.x) {
-        const SmallHead at(z, p);
-        Blocks q, k, v;
-        at.load(q, p.q, p.q_strides, p.q_tokens);
-        at.load(k, p.k, p.k_strides, p.k_tokens);
-        at.load(v, p.v, p.v_strides, p.k_tokens);
-        Square s;
-        small_products(q, k, s);
-        uint32_t weights[4];  // (queries 0-7, keys 0-7), (queries 8-15, keys 0-7), the same of keys 8-15
-        float inverse[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float top = -INFINITY, sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& value = s[i / 2][2 * half + i % 2];
-                const bool seen = at.sees(p, half, 8 * (i / 2) + at.column + i % 2);
-                value = seen ? value * p.scale : -INFINITY;
-                top = fmaxf(top, value);
-            }
-            top = quad_max(top);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                weights[2 * n + half] =
-                    packed_pair(expf(s[n][2 * half] - top), expf(s[n][2 * half + 1] - top));
-                const float2 rounded = unpacked(weights[2 * n + half]);
-                sum += rounded.x + rounded.y;
-            }
-            sum = quad_sum(sum);
-            inverse[half] = 1.0f / sum;
-            const int64_t row = at.row + 8 * half;
-            if (p.lse != nullptr && threadIdx.x < 32 && at.column == 0 && row < p.q_tokens)
-                p.lse[z * p.q_tokens + row] = top + logf(sum);
-        }
-        at.store_product(weights, v, inverse[0], inverse[1], p.out, p.out_strides, p.q_tokens);
-    }
 }
 
 // P and dS of a head, rounded, as left operands.
@@ -221,14 +179,11 @@ inline bool even(const void* pointer, const int64_t (&strides)[3]) {
            strides[2] % 2 == 0;
 }
 
-inline bool small_takes(const fp4bf16_attention_args& a) {
+inline bool small_gradient_takes(const fp4bf16_attention_args& a) {
     return a.q_tokens >= 1 && a.q_tokens <= kSmall && a.k_tokens >= 1 && a.k_tokens <= kSmall &&
            a.dim % 2 == 0 && a.dim <= kSmallChannels * kMostWarps && even(a.q, a.q_strides) &&
-           even(a.k, a.k_strides) && even(a.v, a.v_strides) && even(a.out, a.out_strides);
-}
-inline bool small_gradient_takes(const fp4bf16_attention_args& a) {
-    return small_takes(a) && even(a.g, a.g_strides) && even(a.dq, a.dq_strides) && even(a.dk, a.dk_strides) &&
-           even(a.dv, a.dv_strides);
+           even(a.k, a.k_strides) && even(a.v, a.v_strides) && even(a.g, a.g_strides) &&
+           even(a.dq, a.dq_strides) && even(a.dk, a.dk_strides) && even(a.dv, a.dv_strides);
 }
 
 }  // namespace fp4bf16

@@ -8,6 +8,7 @@
 #include "common.h"
 #include "elementwise.cuh"
 #include "fp4.cuh"
+#include "scheduler.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -68,7 +69,8 @@ __device__ void decode(uint64_t bytes, uint32_t scale_byte, float (&v)[kCount]) 
         uint32_t word = static_cast<uint32_t>(bytes);
         // Four nibbles are spread so that codes 2 and 3 stand where codes 4 and 5 of eight do.
         if (kCount == 4) word = (word & 0xFF) | (word & 0xFF00) << 8;
-        const __half2 scale = __float2half2_rn(kKind == kNvfp4 ? e4m3_decode(scale_byte) : 1.0f);
+        const auto raw = static_cast<__nv_fp8_storage_t>(scale_byte);
+        const __half2 scale = __half2half2(__half(__nv_cvt_fp8_to_halfraw(raw, __NV_E4M3)));
         const float power = kKind == kMxfp4 ? power_scale(scale_byte) : 1.0f;
 #pragma unroll
         for (int i = 0; i < kCount / 2; ++i) {
@@ -96,6 +98,40 @@ __device__ uint64_t load_bytes(const uint8_t* p) {
     if constexpr (kBytes == 8) return *reinterpret_cast<const uint64_t*>(p);
     if constexpr (kBytes == 4) return *reinterpret_cast<const uint32_t*>(p);
     return *reinterpret_cast<const uint16_t*>(p);
+}
+
+// ---- whole rows without gaps: neighbouring threads take neighbouring vectors, whatever their rows, kAtOnce
+// of them a block apart, all loads before the first store
+template <Kind kKind, typename T, int kAtOnce>
+__global__ void __launch_bounds__(kThreads)
+    dequantize_flat(const uint8_t* __restrict__ packed, const uint8_t* __restrict__ block_scale,
+                    const float* __restrict__ outer_scale, T* __restrict__ x, const uint32_t vectors,
+                    const Divisor per_outer) {
+    constexpr int kCount = kVector<T>, kBytes = kKind == kFp8 ? kCount : kCount / 2;
+    constexpr uint32_t kVectorsPerScale = (kKind == kMxfp4 ? 32 : 16) / kCount;
+    const uint32_t first = blockIdx.x * (kThreads * kAtOnce) + threadIdx.x;
+    uint64_t bytes[kAtOnce];
+    uint32_t scale[kAtOnce];
+    float outer[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+        const uint32_t i = first + u * kThreads;
+        if (i >= vectors) break;
+        bytes[u] = load_bytes<kBytes>(packed + int64_t{i} * kBytes);
+        scale[u] = kKind == kFp8 ? 0 : block_scale[i / kVectorsPerScale];
+        outer[u] = outer_scale == nullptr ? 1.0f : outer_scale[per_outer.divide(i)];
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+        const uint32_t i = first + u * kThreads;
+        if (i >= vectors) break;
+        float v[kCount];
+        decode<kKind, kCount>(bytes[u], scale[u], v);
+        Vector<T, kCount> out;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) out.v[j] = from_float<T>(v[j] * outer[u]);
+        *reinterpret_cast<Vector<T, kCount>*>(x + int64_t{i} * kCount) = out;
+    }
 }
 
 // ---- rows of contiguous k, everything aligned: one 16-byte store a vector, loads before stores
@@ -204,12 +240,40 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+constexpr int64_t kMostVectors = int64_t{1} << 30;  // numbers of vectors and their blocks, in 32 bits
+
+// Whether rows follow one another in x and in the source alike, and so do those of an outer scale.
+template <Kind kKind, typename T>
+bool is_flat(const Source& s, const Layout& to) {
+    constexpr int kCount = kVector<T>, kWhole = kKind == kFp8 ? kCount : kKind == kMxfp4 ? 32 : 16;
+    return s.k % kWhole == 0 && (s.rows == 1 || to.x_stride == s.k) &&
+           s.rows * (s.k / kCount) <= kMostVectors &&
+           (s.outer_scale == nullptr || s.mid == 1 || s.inner == 1);
+}
+
+template <Kind kKind, typename T>
+void launch_flat(const Source& s, T* x, cudaStream_t stream) {
+    constexpr int kAtOnce = 4;
+    const int64_t per_row = s.k / kVector<T>, vectors = s.rows * per_row;
+    const int64_t rows = s.mid < s.rows ? s.mid : s.rows;  // of an outer scale: of mid * inner, one is 1
+    const Divisor per_outer(static_cast<uint32_t>(rows * per_row));
+    const auto n = static_cast<uint32_t>(vectors);
+    // Several at once hide the latency of memory; with few in all, they would leave multiprocessors idle.
+    if (vectors >= int64_t{kThreads} * kAtOnce * 512)
+        dequantize_flat<kKind, T, kAtOnce><<<ceil_div(vectors, kThreads * kAtOnce), kThreads, 0, stream>>>(
+            s.packed, s.block_scale, s.outer_scale, x, n, per_outer);
+    else
+        dequantize_flat<kKind, T, 1><<<ceil_div(vectors, kThreads), kThreads, 0, stream>>>(
+            s.packed, s.block_scale, s.outer_scale, x, n, per_outer);
+}
+
 template <Kind kKind, typename T>
 void launch_dequantize(const Source& s, T* x, const Layout& to, cudaStream_t stream) {
     constexpr int kCount = kVector<T>, kBytes = kKind == kFp8 ? kCount : kCount / 2;
     const bool fast = s.k < 1 << 30 && to.after == 1 && (to.k_stride == 1 || s.k == 1) && aligned(x, 16) &&
                       aligned(s.packed, kBytes) && s.packed_stride % kBytes == 0 &&
                       (s.rows == 1 || to.x_stride % kCount == 0);
+    if (fast && is_flat<kKind, T>(s, to)) return launch_flat<kKind, T>(s, x, stream);
     // A row's last vector is loaded whole: FP4 rows are padded to blocks, FP8 rows must end on a vector.
     if (fast && (kKind != kFp8 || s.k % kCount == 0)) {
         const RowGrid g(s.rows, ceil_div(s.k, kCount));

@@ -40,17 +40,14 @@ typedef enum fp4bf16_status {
 } fp4bf16_status;
 
 typedef enum fp4bf16_dtype { FP4BF16_FLOAT32 = 0, FP4BF16_BFLOAT16 = 1, FP4BF16_FLOAT16 = 2 } fp4bf16_dtype;
-
 typedef enum fp4bf16_format {
     FP4BF16_NVFP4_EXACT = 0,
     FP4BF16_NVFP4 = 1,
     FP4BF16_MXFP4 = 2,
     FP4BF16_FP8 = 3
 } fp4bf16_format;
-
 /* Scale search of nvfp4_exact: four candidates (weights) or two (activations). */
 typedef enum fp4bf16_search { FP4BF16_SEARCH_FULL = 0, FP4BF16_SEARCH_FAST = 1 } fp4bf16_search;
-
 /* How a block scale is chosen. DEFAULT: TE for nvfp4, EVEN for mxfp4 (RCEIL when rounding stochastically). */
 typedef enum fp4bf16_scale_rule {
     FP4BF16_RULE_DEFAULT = 0,
@@ -64,15 +61,11 @@ typedef enum fp4bf16_scale_rule {
     FP4BF16_RULE_RCEIL = 8,
     FP4BF16_RULE_CEIL = 9
 } fp4bf16_scale_rule;
-
 typedef enum fp4bf16_rounding { FP4BF16_NEAREST = 0, FP4BF16_STOCHASTIC = 1 } fp4bf16_rounding;
-
 typedef enum fp4bf16_activation { FP4BF16_NONE = 0, FP4BF16_SILU = 1, FP4BF16_GELU = 2 } fp4bf16_activation;
-
 /* FP8 tensor cores keep about 14 bits of a sum: PROMOTED adds their sum to FP32 registers every 128 elements
  * of K, FAST never does. */
 typedef enum fp4bf16_accumulate { FP4BF16_PROMOTED = 0, FP4BF16_FAST = 1 } fp4bf16_accumulate;
-
 typedef struct fp4bf16_device {
     char name[256];
     int32_t major, minor; /* compute capability */
@@ -93,11 +86,10 @@ FP4BF16_API fp4bf16_status fp4bf16_cuda_versions(int32_t* driver, int32_t* runti
 FP4BF16_API fp4bf16_status fp4bf16_device_count(int32_t* count);
 FP4BF16_API fp4bf16_status fp4bf16_device_query(int32_t device, fp4bf16_device* info);
 
-/* x (rows, k) -> packed (rows, ceil(k / 2)): E2M1, round half to even, saturating at 6; no scale. NaN becomes
- * 6 with its sign. */
+/* x (rows, k) -> packed (rows, ceil(k / 2)): E2M1, half to even, saturating at 6; no scale. NaN: 6 of its
+ * sign. */
 FP4BF16_API fp4bf16_status fp4bf16_pack(const void* x, fp4bf16_dtype dtype, int64_t rows, int64_t k,
                                         int64_t x_stride, uint8_t* packed, void* stream);
-
 /* packed (rows, ceil(k / 2)) -> x (rows, k): the E2M1 values themselves, no scale. */
 FP4BF16_API fp4bf16_status fp4bf16_unpack(const uint8_t* packed, int64_t rows, int64_t k, void* x,
                                           fp4bf16_dtype dtype, int64_t x_stride, void* stream);
@@ -154,7 +146,6 @@ typedef struct fp4bf16_quantize_args {
 
     void* workspace; /* fp4bf16_quantize_workspace_size() bytes, 16-byte aligned; NULL where that is 0 */
 } fp4bf16_quantize_args;
-
 FP4BF16_API int64_t fp4bf16_quantize_workspace_size(const fp4bf16_quantize_args* args); /* host; -1: bad */
 FP4BF16_API fp4bf16_status fp4bf16_quantize(const fp4bf16_quantize_args* args, void* stream);
 
@@ -168,8 +159,7 @@ FP4BF16_API fp4bf16_status fp4bf16_dequantize(fp4bf16_format format, const uint8
                                               int64_t k_stride, void* stream);
 
 /* expanded (rows, expanded_stride) = E4M3 of code * block_scale; packed (rows, kp / 2). *inexact (device, may
- * be NULL) counts the products that E4M3 does not hold, and must be zero before. nvfp4_exact and nvfp4
- * alone. */
+ * be NULL) counts products that E4M3 does not hold, and must be zero before. Only nvfp4_exact and nvfp4. */
 FP4BF16_API fp4bf16_status fp4bf16_expand(fp4bf16_format format, const uint8_t* packed,
                                           const uint8_t* block_scale, int64_t rows, int64_t kp,
                                           uint8_t* expanded, int64_t expanded_stride, int32_t* inexact,
@@ -221,10 +211,8 @@ typedef struct fp4bf16_gemm_args {
     fp4bf16_accumulate accumulate;
     int32_t config; /* 0: chosen by shape; else the number of a configuration, from 1 */
 } fp4bf16_gemm_args;
-
 FP4BF16_API fp4bf16_status fp4bf16_gemm(const fp4bf16_gemm_args* args, void* stream);
-/* The same by a kernel that can be read in one sitting and runs on every GPU: what the fast one is checked
- * with. */
+/* The same by a short kernel that runs on every GPU: what the fast one is checked with. */
 FP4BF16_API fp4bf16_status fp4bf16_gemm_simple(const fp4bf16_gemm_args* args, void* stream);
 /* Name of configuration `config` ("" past the last); of 0: the one that these args would get. Host. */
 FP4BF16_API const char* fp4bf16_gemm_config(const fp4bf16_gemm_args* args, int32_t config);
@@ -262,7 +250,6 @@ typedef struct fp4bf16_conv2d_args {
     int64_t image_bias_stride, residual_strides[3], d_strides[3];
     int32_t config; /* 0: chosen by shape; else the number of a configuration, from 1 */
 } fp4bf16_conv2d_args;
-
 FP4BF16_API fp4bf16_status fp4bf16_conv2d(const fp4bf16_conv2d_args* args, void* stream);
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_simple(const fp4bf16_conv2d_args* args, void* stream);
 FP4BF16_API const char* fp4bf16_conv2d_config(const fp4bf16_conv2d_args* args, int32_t config); /* host */
@@ -279,7 +266,6 @@ typedef struct fp4bf16_conv2d_dgrad_args {
     fp4bf16_dtype residual_dtype, dx_dtype;
     int32_t config;
 } fp4bf16_conv2d_dgrad_args;
-
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_dgrad(const fp4bf16_conv2d_dgrad_args* args, void* stream);
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_dgrad_simple(const fp4bf16_conv2d_dgrad_args* args, void* stream);
 
@@ -296,7 +282,6 @@ typedef struct fp4bf16_conv2d_wgrad_args {
     int32_t accumulate;
     void* workspace; /* fp4bf16_conv2d_wgrad_workspace_size() bytes, 16-byte aligned */
 } fp4bf16_conv2d_wgrad_args;
-
 FP4BF16_API int64_t fp4bf16_conv2d_wgrad_workspace_size(const fp4bf16_conv2d_wgrad_args* args); /* host; -1 */
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_wgrad(const fp4bf16_conv2d_wgrad_args* args, void* stream);
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_wgrad_simple(const fp4bf16_conv2d_wgrad_args* args, void* stream);
@@ -323,9 +308,7 @@ typedef struct fp4bf16_group_norm_args {
     float* outer_scale; /* (1,) decode scale; with expanded or packed */
     void* workspace;    /* fp4bf16_group_norm_workspace_size() bytes; NULL where that is 0 */
 } fp4bf16_group_norm_args;
-
-FP4BF16_API int64_t
-fp4bf16_group_norm_workspace_size(const fp4bf16_group_norm_args* args); /* host; -1: bad */
+FP4BF16_API int64_t fp4bf16_group_norm_workspace_size(const fp4bf16_group_norm_args* args); /* host; -1 */
 FP4BF16_API fp4bf16_status fp4bf16_group_norm(const fp4bf16_group_norm_args* args, void* stream);
 
 /* dx = the gradient in x + add; dgamma and dbeta are added to; dshift[i, c] = the sum over image i's pixels
@@ -347,15 +330,13 @@ typedef struct fp4bf16_group_norm_backward_args {
     fp4bf16_activation activation;
     void* workspace; /* fp4bf16_group_norm_backward_workspace_size() bytes, 16-byte aligned */
 } fp4bf16_group_norm_backward_args;
-
 FP4BF16_API int64_t fp4bf16_group_norm_backward_workspace_size(const fp4bf16_group_norm_backward_args* args);
 FP4BF16_API fp4bf16_status fp4bf16_group_norm_backward(const fp4bf16_group_norm_backward_args* args,
                                                        void* stream);
 
 /* out = softmax(scale q k^T) v for every image and head, BF16, sums in FP32, probabilities rounded to BF16.
  * Token t, head h of image i lies at i * strides[0] + t * strides[1] + h * strides[2]. causal: key j is seen
- * by query i where j <= i. lse (n, heads, q_tokens): the natural logarithm of the softmax's sum, scale
- * included. */
+ * by query i where j <= i. lse (n, heads, q_tokens): the natural logarithm of the softmax's sum. */
 typedef struct fp4bf16_attention_args {
     int64_t n, heads, q_tokens, k_tokens, dim;
     const void* q;
@@ -374,10 +355,8 @@ typedef struct fp4bf16_attention_args {
     int64_t g_strides[3], dq_strides[3], dk_strides[3], dv_strides[3];
     void* workspace; /* fp4bf16_attention_backward_workspace_size() bytes, 16-byte aligned */
 } fp4bf16_attention_args;
-
 FP4BF16_API fp4bf16_status fp4bf16_attention(const fp4bf16_attention_args* args, void* stream);
-FP4BF16_API int64_t
-fp4bf16_attention_backward_workspace_size(const fp4bf16_attention_args* args); /* host; -1 */
+FP4BF16_API int64_t fp4bf16_attention_backward_workspace_size(const fp4bf16_attention_args* args); /* host */
 /* Reads out and lse as the forward wrote them. */
 FP4BF16_API fp4bf16_status fp4bf16_attention_backward(const fp4bf16_attention_args* args, void* stream);
 
@@ -385,12 +364,32 @@ FP4BF16_API fp4bf16_status fp4bf16_attention_backward(const fp4bf16_attention_ar
 FP4BF16_API fp4bf16_status fp4bf16_upsample(const void* x, int32_t element_bytes, int64_t n, int64_t h,
                                             int64_t w, int64_t c, const int64_t x_strides[3], void* y,
                                             const int64_t y_strides[3], void* stream);
-/* Its adjoint: the sum of each 2 x 2 patch of g (n, 2h, 2w, c) BF16, + add (NULL: none), in FP32, rounded
- * once. */
+/* Its adjoint: the sum of each 2 x 2 patch of g (n, 2h, 2w, c) BF16, + add (NULL: none), rounded once. */
 FP4BF16_API fp4bf16_status fp4bf16_upsample_backward(const void* g, int64_t n, int64_t h, int64_t w,
                                                      int64_t c, const int64_t g_strides[3], const void* add,
                                                      const int64_t add_strides[3], void* dx,
                                                      const int64_t dx_strides[3], void* stream);
+/* A convolution of few channels as one of 1x1. patches: out (n, oh, ow, width) BF16 = the values that each
+ * output pixel of a convolution meets in x (n, h, w, c) FP32 or BF16, in the order (kh, kw, c) of its weight,
+ * zero outside the pictures and from kh * kw * c to width, a multiple of 8. out is contiguous. */
+FP4BF16_API fp4bf16_status fp4bf16_patches(const void* x, fp4bf16_dtype dtype, int64_t n, int64_t h,
+                                           int64_t w, int64_t c, const int64_t x_strides[3], int64_t oh,
+                                           int64_t ow, int64_t kh, int64_t kw, int64_t stride, int64_t top,
+                                           int64_t left, void* out, int64_t width, void* stream);
+/* Few outputs, stride 1: with y (n, h, w, o * kh * kw) FP32, the pictures times a weight (o, kh, kw, c) whose
+ * taps are outputs of their own, out (n, oh, ow, o) FP32 = the sum over r, s of y[p - top + r, q - left + s]
+ * [(o, r, s)], in that order, + bias (o,), NULL: none. */
+FP4BF16_API fp4bf16_status fp4bf16_gather_taps(const float* y, int64_t n, int64_t h, int64_t w,
+                                               const int64_t y_strides[3], int64_t oh, int64_t ow, int64_t o,
+                                               int64_t kh, int64_t kw, int64_t top, int64_t left,
+                                               const float* bias, float* out, const int64_t out_strides[3],
+                                               void* stream);
+/* Its adjoint: y (n, h, w, width) BF16 = g[p + top - r, q + left - s][o] of g (n, oh, ow, o) FP32 or BF16, in
+ * the order (o, kh, kw); zeros and width as of patches. */
+FP4BF16_API fp4bf16_status fp4bf16_spread_taps(const void* g, fp4bf16_dtype dtype, int64_t n, int64_t oh,
+                                               int64_t ow, int64_t o, const int64_t g_strides[3], int64_t h,
+                                               int64_t w, int64_t kh, int64_t kw, int64_t top, int64_t left,
+                                               void* y, int64_t width, void* stream);
 /* out = a + b (rows, c), BF16, rows *_stride apart. */
 FP4BF16_API fp4bf16_status fp4bf16_add(const void* a, int64_t a_stride, const void* b, int64_t b_stride,
                                        int64_t rows, int64_t c, void* out, int64_t out_stride, void* stream);
@@ -400,8 +399,7 @@ FP4BF16_API fp4bf16_status fp4bf16_silu(const void* x, int64_t count, fp4bf16_dt
 FP4BF16_API fp4bf16_status fp4bf16_silu_backward(const void* g, const void* x, int64_t count,
                                                  fp4bf16_dtype dtype, void* dx, void* stream);
 /* out (rows, dim) BF16: sines then cosines (flip = 1: the other way round) of t[row] * max_period^(-i /
- * (dim / 2 - freq_shift)), computed in FP32; an odd dim ends on a zero. t (rows,) int64; t_step 0: one for
- * all rows. */
+ * (dim / 2 - freq_shift)), in FP32; an odd dim ends on a zero. t (rows,) int64; t_step 0: one for all. */
 FP4BF16_API fp4bf16_status fp4bf16_timestep_embedding(const int64_t* t, int64_t t_step, int64_t rows,
                                                       int64_t dim, int32_t flip, float freq_shift,
                                                       float max_period, void* out, int64_t out_stride,
@@ -414,14 +412,12 @@ FP4BF16_API fp4bf16_status fp4bf16_take_rows(const float* weight, int64_t count,
 FP4BF16_API fp4bf16_status fp4bf16_take_rows_backward(const void* g, int64_t g_stride, const int64_t* index,
                                                       int64_t rows, int64_t dim, float* dweight,
                                                       int64_t count, void* stream);
-/* sums (c,) += the sum over the rows of x (rows, c) BF16, in an order that depends on the shape alone;
- * workspace: 4 * c * min(256, rows) bytes. */
+/* sums (c,) += the sums of the columns of x (rows, c) BF16; workspace: 4 * c * min(256, rows) bytes. */
 FP4BF16_API fp4bf16_status fp4bf16_column_sums(const void* x, int64_t rows, int64_t c, int64_t x_stride,
                                                float* sums, void* workspace, void* stream);
 
 /* out (n, count) FP32: standard normals of row i from Philox with key seeds[i], counter words (element / 4,
- * 0, stream_word, *step): the numbers of fp4bf16.diffusion.noise.normal, bit for bit. step: device, so that a
- * captured graph draws anew. */
+ * 0, stream_word, *step): the bits of fp4bf16.diffusion.noise.normal. step: device, for captured graphs. */
 FP4BF16_API fp4bf16_status fp4bf16_normal(const uint64_t* seeds, int64_t n, int64_t count,
                                           uint32_t stream_word, const uint32_t* step, float* out,
                                           void* stream);
@@ -448,8 +444,7 @@ FP4BF16_API fp4bf16_status fp4bf16_squared_error_backward(const float* output, c
                                                           float* gradient, void* stream);
 /* Diffusion-DPO of errors (2 * pairs,), chosen then rejected, float64: weight (2 * pairs,), the gradient of
  * the loss in each error; stats (9,): loss, rewards of chosen and rejected, margin, accuracy, the means of
- * errors chosen and rejected, of reference chosen and rejected, as in fp4bf16.align.dpo. All are NaN of no
- * pairs. */
+ * errors chosen and rejected, of reference chosen and rejected, as in fp4bf16.align.dpo; no pairs: NaN. */
 FP4BF16_API fp4bf16_status fp4bf16_dpo(const double* errors, const double* reference, int64_t pairs,
                                        double beta, double* weight, double* stats, void* stream);
 /* One step of DDIM or of ancestral sampling: x0 and eps from output by `prediction` at *alpha_bar, x0 clipped
@@ -460,8 +455,7 @@ FP4BF16_API fp4bf16_status fp4bf16_sampler_step(const float* output, const float
                                                 const float* coefficients, fp4bf16_prediction prediction,
                                                 int64_t count, float* x, void* stream);
 
-/* *squares (float64) = the sum of squares of x (count,) FP32, in an order that depends on count alone;
- * workspace: 8192 bytes. */
+/* *squares (float64) = the sum of squares of x (count,) FP32; workspace: 8192 bytes. */
 FP4BF16_API fp4bf16_status fp4bf16_sum_of_squares(const float* x, int64_t count, double* squares,
                                                   void* workspace, void* stream);
 
@@ -490,12 +484,10 @@ typedef struct fp4bf16_adamw_args {
     double beta1, beta2; /* 1 - beta is rounded to FP32, not beta alone */
     float eps;
 } fp4bf16_adamw_args;
-
 FP4BF16_API int64_t fp4bf16_adamw_units(int64_t rows, int64_t columns, int32_t twin); /* host; -1: bad */
 FP4BF16_API fp4bf16_status fp4bf16_adamw(const fp4bf16_adamw_args* args, void* stream);
 /* scalars[3] = limit / norm where that is less than 1, else 1, norm = sqrt(*squares) (limit 0: 1); scalars[4]
- * = 1 where norm and *loss (NULL: not looked at) are finite, else 0; *norm_out (NULL: not wanted) = norm.
- * Device pointers. */
+ * = 1 where norm and *loss (NULL: not looked at) are finite, else 0; *norm_out (NULL: not wanted) = norm. */
 FP4BF16_API fp4bf16_status fp4bf16_clip_scalars(const double* squares, const double* loss, double limit,
                                                 float* scalars, double* norm_out, void* stream);
 

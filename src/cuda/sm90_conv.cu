@@ -171,6 +171,9 @@ fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream
     p.staged = e.d_dtype != FP4BF16_FLOAT32 && copy_engine_takes(e.d, p.d_strides, p.n, p.h, p.w);
     p.prefetched = p.staged && p.residual != nullptr && p.residual_dtype == FP4BF16_BFLOAT16 &&
                    copy_engine_takes(p.residual, p.residual_strides, p.n, p.h, p.w);
+    // Two biases at a time: 8 bytes of FP32, 4 of BF16.
+    p.paired = box.log_w + box.log_h >= 4 && e.n % 2 == 0 && p.image_bias_stride % 2 == 0 &&
+               p.image_bias_dtype != FP4BF16_FLOAT16 && reinterpret_cast<uintptr_t>(p.image_bias) % 8 == 0;
     p.one_scale = p.one_image || p.image_scale_step == 0;
     p.extra = p.alpha != 1.0f || (p.image_bias != nullptr && !p.one_image) || e.activation != FP4BF16_NONE ||
               (p.residual != nullptr && !p.prefetched);

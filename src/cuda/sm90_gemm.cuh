@@ -1,10 +1,9 @@
 // From checked arguments to a launch of one configuration of sm90_dual.cuh.
 #pragma once
 
-#include <atomic>
-
 #include "sm90_dual.cuh"
 #include "sm90_gemm.h"
+#include "sm90_launch.cuh"
 #include "tensor_map.h"
 
 namespace fp4bf16 {
@@ -52,24 +51,6 @@ inline Epilogue make_epilogue(const fp4bf16_gemm_args& g) {
     return e;
 }
 
-// Clusters of C that the current device holds at once, found once a device; raises the kernel's limit of
-// shared memory on the way.
-template <class C>
-fp4bf16_status resident_clusters(cudaLaunchConfig_t launch, int* clusters) {
-    static std::atomic<int> known[64];
-    int device = 0;
-    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "gemm"));
-    if (device < 64 && known[device] > 0) return *clusters = known[device].load(), FP4BF16_OK;
-    FP4BF16_TRY(cuda_result(
-        cudaFuncSetAttribute(sm90_dual_gemm<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes),
-        "gemm"));
-    launch.gridDim = dim3(C::kCluster);
-    FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(clusters, sm90_dual_gemm<C>, &launch), "gemm"));
-    if (*clusters < 1) *clusters = 1;  // another process may hold part of the GPU: the grid then waits
-    if (device < 64) known[device] = *clusters;
-    return FP4BF16_OK;
-}
-
 template <class C>
 fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, cudaStream_t stream) {
     DualParams p{};
@@ -92,22 +73,7 @@ fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, cudaStream_t stream) {
     if (p.staged)  // 16-bit elements, whichever
         FP4BF16_TRY(make_tensor_map("gemm", "d", g.d, 2,
                                     {g.n, g.m, g.batch_count, g.d_stride, g.d_batch_stride, 64, 64}, &p.d));
-
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = C::kCluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t launch{};
-    launch.blockDim = dim3(C::kThreads);
-    launch.dynamicSmemBytes = C::kSharedBytes;
-    launch.stream = stream;
-    launch.attrs = &cluster;
-    launch.numAttrs = 1;
-    int clusters = 0;
-    FP4BF16_TRY(resident_clusters<C>(launch, &clusters));
-    if (p.schedule.total() < clusters) clusters = static_cast<int>(p.schedule.total());
-    launch.gridDim = dim3(static_cast<unsigned>(C::kCluster * clusters));
-    const cudaError_t error = cudaLaunchKernelEx(&launch, sm90_dual_gemm<C>, p);
-    return cuda_result(error != cudaSuccess ? error : cudaGetLastError(), "gemm");
+    return launch_persistent<C, C::kSharedBytes, sm90_dual_gemm<C>>("gemm", p, p.schedule.total(), stream);
 }
 
 template <class C>

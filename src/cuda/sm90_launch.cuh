@@ -7,8 +7,8 @@
 
 namespace fp4bf16 {
 
-// `kKernel` takes `params` by value; C tells threads, cluster and shared memory.
-template <class C, auto kKernel, class Params>
+// `kKernel` takes `params` by value; C tells threads and cluster.
+template <class C, int kSharedBytes, auto kKernel, class Params>
 fp4bf16_status launch_persistent(const char* op, const Params& params, int64_t units, cudaStream_t stream) {
     static std::atomic<int> known[64];  // clusters that a device holds at once; 0: not asked yet
     cudaLaunchAttribute cluster{};
@@ -16,7 +16,7 @@ fp4bf16_status launch_persistent(const char* op, const Params& params, int64_t u
     cluster.val.clusterDim.x = C::kCluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t launch{};
     launch.blockDim = dim3(C::kThreads);
-    launch.dynamicSmemBytes = C::kSharedBytes;
+    launch.dynamicSmemBytes = kSharedBytes;
     launch.stream = stream;
     launch.attrs = &cluster;
     launch.numAttrs = 1;
@@ -25,7 +25,7 @@ fp4bf16_status launch_persistent(const char* op, const Params& params, int64_t u
     if (device < 64) clusters = known[device].load();
     if (clusters == 0) {
         FP4BF16_TRY(cuda_result(
-            cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes), op));
+            cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), op));
         launch.gridDim = dim3(C::kCluster);
         FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch), op));
         if (clusters < 1) clusters = 1;  // another process may hold part of the GPU: the grid then waits

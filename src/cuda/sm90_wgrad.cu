@@ -33,8 +33,8 @@ using Config = DualConfig<kTileM, kTileN, kStages, kClusterM, kClusterN, false, 
 
 template <class C>
 fp4bf16_status launch(const WgradParams& p, cudaStream_t stream) {
-    return launch_persistent<C, sm90_wgrad<C>>("conv2d_wgrad", p, int64_t{p.tiles_m} * p.tiles_n * p.splits,
-                                               stream);
+    return launch_persistent<C, C::kSharedBytes, sm90_wgrad<C>>(
+        "conv2d_wgrad", p, int64_t{p.tiles_m} * p.tiles_n * p.splits, stream);
 }
 
 template <class C>

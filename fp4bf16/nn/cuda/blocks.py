@@ -1,4 +1,4 @@
-"""Steps of a network on the device: the first and the last convolution, the changes of size.
+"""Steps of a network on the device: the changes of size, copies, scales.
 
 Every step has
 
@@ -19,20 +19,9 @@ import numpy as np
 from ... import device
 from ...adapters import DeviceArray
 from ...backends import cuda_conv, cuda_elementwise
-from ...backends.cuda_gemm import round_up
 from ...interop import BFLOAT16
-from .products import (
-    Feed,
-    Layer,
-    Norm,
-    input_gradient,
-    normed,
-    pictures,
-    product,
-    upsampled,
-    weight_gradient,
-)
-from .workspace import Run, converted, part
+from .products import Layer, input_gradient, pictures, product, upsampled, weight_gradient
+from .workspace import Run
 
 
 def summed(run: Run, a: DeviceArray, b: DeviceArray | None) -> DeviceArray:
@@ -51,52 +40,6 @@ class Kept(NamedTuple):
     again: Any
     shape: tuple[int, ...]
     more: Any = None
-
-
-class First:
-    """The convolution that the latents enter by: float32 (B, H, W, C) of any number of channels."""
-
-    def __init__(self, layer: Layer):
-        self.layer, self.output = layer, layer.output
-
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
-        track, c = self.layer.track, self.layer.c
-        wide = converted(run, x, round_up(c, 8))
-        own = part(wide, 0, c)
-        if track == "fp4":
-            feed = pictures(run, own, track)
-        else:
-            feed = Feed(wide, None, None)
-            run.hold("saved BF16", wide)
-        product(run, self.layer, feed, out)
-        return Kept(track, feed.again or own, x.shape) if run.recording else None
-
-    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: None = None) -> None:
-        x = kept.again if isinstance(kept.again, DeviceArray) else kept.again(run)
-        weight_gradient(run, self.layer, x, g)
-
-
-class Last:
-    """Norm, SiLU and the convolution that the prediction leaves by, float32."""
-
-    def __init__(self, norm: Norm, layer: Layer):
-        self.norm, self.layer, self.output = norm, layer, layer.output
-
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
-        track = self.layer.track
-        feed, statistics = normed(run, self.norm, x, True, track)
-        product(run, self.layer, feed, out)
-        if not run.recording:
-            return None
-        run.hold("saved BF16", x)
-        return Kept(track, feed.again, x.shape, (x, statistics))
-
-    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
-        g = part(converted(run, g, round_up(self.layer.o, 8)), 0, self.layer.o)
-        weight_gradient(run, self.layer, kept.again(run), g)
-        d = input_gradient(run, self.layer, kept.track, g, kept.shape)
-        x, statistics = kept.more
-        return self.norm.backward(run, x, d, True, statistics, add)
 
 
 class Downsample:

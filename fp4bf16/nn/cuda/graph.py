@@ -17,6 +17,7 @@ from typing import Any
 
 from ... import device
 from ...errors import CudaError
+from .layout import Layout, Span, Trace
 
 
 class Graph:
@@ -24,7 +25,8 @@ class Graph:
 
     The graph's memory comes from a pool of its own, in which what the function frees is used again by what it
     makes later, and by nobody else. It goes back when the graph and all arrays of `result` are dropped. A
-    graph is replayed by one stream at a time.
+    graph is replayed by one stream at a time. A warm-up shows when each array lives, so that the capture lays
+    those that it frees in one block little larger than what lives at once.
     """
 
     def __init__(self, like: Any):
@@ -142,16 +144,51 @@ class _Pool:
 
     CuPy's arrays know their pool weakly, and the free blocks of one that is dropped are lost for good (14.2:
     a free block and the list that it stands in hold each other, by a count that the collector does not see).
+
+    What is taken on `stream` is traced; after `lay_out` it is taken from one block of the pool, where the
+    trace leaves room for it.
     """
 
-    def __init__(self, cuda: Any, place: int):
-        self._cuda, self._place, self.growth = cuda, place, _Growth(cuda)
+    def __init__(self, cuda: Any, place: int, stream: int):
+        self._cuda, self._place, self._stream, self.growth = cuda, place, stream, _Growth(cuda)
         self._blocks = cuda.MemoryPool(self.growth)
+        self._book: Trace | Layout | None = None
+        self._block: Any = None
 
     def malloc(self, size: int) -> Any:
-        block = self._blocks.malloc(size)
-        memory = self._cuda.UnownedMemory(block.ptr, size, _Lent(self, block), self._place)
-        return self._cuda.MemoryPointer(memory, 0)
+        # CuPy gives other streams memory of their own: what one frees, another may still be reading.
+        book = self._book if size and self._cuda.get_current_stream().ptr == self._stream else None
+        span = None if book is None else book.take(size)
+        if self._block is None or span is None:
+            block = self._blocks.malloc(size)
+            address = block.ptr
+        else:
+            block, address = self._block, self._block.ptr + span.offset
+        lent = _Lent(self, block, book, span)
+        return self._cuda.MemoryPointer(self._cuda.UnownedMemory(address, size, lent, self._place), 0)
+
+    def trace(self) -> Trace:
+        """From here on, what is taken is written down."""
+        self._book = made = Trace()
+        return made
+
+    def lay_out(self) -> None:
+        """What was traced gets its places; the free blocks go to the device before theirs is taken."""
+        if not isinstance(self._book, Trace):
+            return
+        self._book = layout = Layout(self._book.inner())
+        self.give_back()
+        try:
+            self._block = self._blocks.malloc(layout.size) if layout.size else None
+        except MemoryError:  # of CuPy: what stays in the pool leaves no room for one block
+            self._block = None
+        if self._block is None:
+            self._book = None
+
+    def close(self) -> None:
+        """The block goes back with the last array that lies in it, free blocks at once."""
+        self._book = self._block = None
+        self.give_back()
 
     def give_back(self) -> None:
         """Free blocks go to the device."""
@@ -161,19 +198,23 @@ class _Pool:
         return self._blocks.total_bytes()
 
     def __del__(self):
-        if hasattr(self, "_blocks"):
-            self.give_back()
+        if hasattr(self, "_block"):
+            self.close()
 
 
 class _Lent:
-    """What an array holds of a pool: its block, which goes back before the pool may go."""
+    """What an array holds of a pool: its block, which goes back before the pool may go, and what is written
+    down of it.
+    """
 
-    __slots__ = ("_pool", "_block")
+    __slots__ = ("_pool", "_block", "_book", "_span")
 
-    def __init__(self, pool: _Pool, block: Any):
-        self._pool, self._block = pool, block
+    def __init__(self, pool: _Pool, block: Any, book: Trace | Layout | None, span: Span | None):
+        self._pool, self._block, self._book, self._span = pool, block, book, span
 
     def __del__(self):
+        if self._span is not None:
+            self._book.free(self._span)
         self._block = None
 
 
@@ -187,8 +228,8 @@ class _Captured:
         self._cuda, self._place, self._function = framework.cupy.cuda, like.device, function
         self._graph, self.result = None, None
         with self._cuda.Device(self._place):
-            self._pool = _Pool(self._cuda, self._place)
             self._stream = self._cuda.Stream(non_blocking=True)
+            self._pool = _Pool(self._cuda, self._place, self._stream.ptr)
 
     @contextmanager
     def _inside(self):
@@ -201,11 +242,15 @@ class _Captured:
 
     def warm_up(self) -> None:
         with self._inside() as handle:
-            self._function(handle)
+            trace = self._pool.trace()
+            result = self._function(handle)
+            trace.returned()
+            del result
             self._stream.synchronize()
 
     def capture(self) -> None:
         with self._inside() as handle:
+            self._pool.lay_out()
             self._framework.pooled.add(handle)
             self._pool.growth.capturing = True
             try:
@@ -241,7 +286,7 @@ class _Captured:
 
     def close(self) -> None:
         self._graph = self.result = self._function = None
-        self._pool.give_back()
+        self._pool.close()
 
     def replay(self, stream: int) -> Any:
         self._graph.launch(self._cuda.get_current_stream())

@@ -4,6 +4,7 @@ host, in steps that a captured graph can replay.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,22 @@ from ...backends import cuda_optimizer
 from ...device import DeviceArray
 from ...errors import ShapeError
 from .parameters import DeviceParameters
+
+
+def _check(parameters: Any, average: Any, betas: Any) -> None:
+    for name, given in (("parameters", parameters), ("average", average)):
+        if not isinstance(given, DeviceParameters) and (given is not None or name == "parameters"):
+            raise TypeError(f"DeviceAdamW: {name} is a {type(given).__name__}, but a DeviceParameters is "
+                            f"needed; pass the flat of a module on the GPU, or a clone of it")  # fmt: skip
+    if parameters.grad is None:
+        raise ValueError("DeviceAdamW: parameters have no gradient; make the set with grad=True")
+    if average is parameters or (average is not None and average.layout is not parameters.layout):
+        what = "parameters itself" if average is parameters else "laid out as another module's"
+        raise ShapeError(f"DeviceAdamW: average is {what}, but a set of its own of the same layout is "
+                         f"needed; pass parameters.clone()")  # fmt: skip
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ValueError(f"DeviceAdamW: betas is {betas!r}, but two numbers from 0 to less than 1 are "
+                         f"needed; pass for example (0.9, 0.999)")  # fmt: skip
 
 
 class DeviceAdamW:
@@ -33,6 +50,7 @@ class DeviceAdamW:
         eps: float = 1e-8, weight_decay: float = 0.0, clip: float | None = None,
         average: DeviceParameters | None = None, decay: float = 0.9999,
     ):  # fmt: skip
+        _check(parameters, average, betas)
         self.parameters, self.average, self.count = parameters, average, 0
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.clip, self.decay = clip, decay
@@ -44,13 +62,13 @@ class DeviceAdamW:
 
     def prepare(self, lr: float | None = None, stream: int = 0, ema_step: int | None = None) -> None:
         """Count one update and write its scalars, on `stream`. `ema_step` as of `diffusion.EMA.update`."""
-        self.count += 1
         decay = None if self.average is None else self.decay
         values = cuda_optimizer.step_scalars(
-            self.count, self.lr if lr is None else lr, self.betas, self.weight_decay, decay, ema_step
+            self.count + 1, self.lr if lr is None else lr, self.betas, self.weight_decay, decay, ema_step
         )
         with device.ordered("prepare", stream, (self.scalars,)):
             device.assign(self.scalars, device.from_host(values, like=self.scalars))
+        self.count += 1
 
     def step(self, stream: int = 0, loss: DeviceArray | None = None) -> None:
         """Clip the gradient in `parameters.grad`, update, and make the copies of the parameters anew. `loss`
@@ -74,9 +92,13 @@ class DeviceAdamW:
 
     def load_state(self, state: dict[str, dict[str, Any]], count: int, stream: int = 0) -> None:
         """Take up moments that `state` gave; `ShapeError` when they belong to another network."""
-        if state.keys() != {"first", "second"}:
-            raise ShapeError(f"DeviceAdamW: the state holds {', '.join(state)}, but first and second are "
+        if not isinstance(state, Mapping) or state.keys() != {"first", "second"}:
+            held = ", ".join(state) if isinstance(state, Mapping) and state else "neither"
+            raise ShapeError(f"DeviceAdamW: the state holds {held}, but first and second are "
                              f"needed; pass what state() gave")  # fmt: skip
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 0:
+            raise ValueError(f"DeviceAdamW: count is {count!r}, but the number of updates so far is needed; "
+                             f"pass the count that was kept beside the state")  # fmt: skip
         moments = {name: self.parameters.layout.pack(arrays) for name, arrays in state.items()}
         for name, flat in moments.items():
             target = getattr(self, name)

@@ -6,6 +6,7 @@ further sets of the same `Layout` (`clone`), each with its own copies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,17 @@ def takes_twin(shape: tuple[int, ...]) -> bool:
 
 def _rounded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    if device.is_device(value):
+        raise TypeError(f"DeviceParameters: {name} is an array on the GPU, but the state is of host arrays; "
+                        f"pass what state_dict() gives")  # fmt: skip
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
+        raise DTypeError(f"DeviceParameters: {name} has dtype {array.dtype}, but real numbers are needed; "
+                         f"pass what state_dict() gives")  # fmt: skip
+    return array
 
 
 class Layout:
@@ -63,6 +75,10 @@ class Layout:
 
     def pack(self, state: Mapping[str, Any]) -> np.ndarray:
         """Host arrays by name -> one flat float32 array; `ShapeError` names what does not fit."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"DeviceParameters: the state is a {type(state).__name__}, but arrays by name "
+                            f"are needed; pass what state_dict() gives")  # fmt: skip
+        state = {name: _numbers(name, value) for name, value in state.items()}
         wrong = [f"{n} is missing" for n in self.shapes if n not in state]
         wrong += [f"{n} is not known" for n in state if n not in self.shapes]
         wrong += [
@@ -118,6 +134,7 @@ class DeviceParameters:
         self.bf16 = zeros(layout.size, "bfloat16", "bf16")
         self.twin = zeros(layout.twin_size, "uint8", "twin")
         self.twin_scale = zeros(layout.scale_size, "float32", "twin_scale")
+        self.version = 0  # how often `data` has changed, as far as the host knows
         self._views: dict[tuple, DeviceArray] = {}
         self._padded: dict[tuple, DeviceArray] = {}
 
@@ -154,22 +171,27 @@ class DeviceParameters:
             raise ValueError(f"grad_of: {name} has no gradient here; make the set with grad=True")
         return self._parameter("grad", self.grad, name)
 
-    def bf16_of(self, name: str, channels: int | None = None, outputs: int | None = None,
-                stream: int = 0) -> DeviceArray:  # fmt: skip
+    def bf16_of(self, name: str, channels: int | None = None, outputs: int | None = None, stream: int = 0,
+                shape: tuple[int, ...] | None = None) -> DeviceArray:  # fmt: skip
         """bfloat16 view in the parameter's shape; or a copy padded with zeros, the last axis to `channels`
         and the first to `outputs`, for kernels that need strides of 16 bytes.
 
-        The padded copy is made at the first request, on `stream`, and again by every `refresh` and step.
+        `shape` is what is padded, where it is not the parameter's own: (O, kh * kw * C), say. The padded copy
+        is made at the first request, on `stream`, and again by every `refresh` and step.
         """
         if channels is None and outputs is None:
             return self._parameter("bf16", self.bf16, name)
         self.layout.check(name)
-        shape = self.layout.shapes[name]
+        own = self.layout.shapes[name]
+        shape = own if shape is None else tuple(shape)
+        if math.prod(shape) != math.prod(own):
+            raise ShapeError(f"bf16_of: {name} has shape {own}, which cannot be seen as {shape}; pass one of "
+                             f"as many elements")  # fmt: skip
         channels, outputs = channels or shape[-1], outputs or shape[0]
         if len(shape) < 2 or channels < shape[-1] or outputs < shape[0]:
             raise ShapeError(f"bf16_of: {name} has shape {shape}, which cannot be padded to {outputs} "
                              f"outputs and {channels} channels; pass at least its own")  # fmt: skip
-        key = name, channels, outputs
+        key = name, shape, channels, outputs
         if key not in self._padded:
             with device.ordered("bf16_of", stream, (self.data,)) as handle:
                 wide = (outputs, *shape[1:-1], channels)
@@ -177,9 +199,9 @@ class DeviceParameters:
                 self._pad(key, handle)
         return self._padded[key]
 
-    def _pad(self, key: tuple[str, int, int], stream: int) -> None:
-        name, channels, _ = key
-        source, k = self.data_of(name), self.layout.shapes[name][-1]
+    def _pad(self, key: tuple[str, tuple[int, ...], int, int], stream: int) -> None:
+        name, shape, channels, _ = key
+        source, k = self.data_of(name), shape[-1]
         rows = source.size // max(k, 1)
         device.call("convert", source.address, 0, 1, rows, k, 0, k, 1, self._padded[key].address, 1, channels,
                     stream)  # fmt: skip
@@ -202,6 +224,7 @@ class DeviceParameters:
 
     def refresh_padded(self, stream: int = 0) -> None:
         """Make the padded copies anew from `data`; the others come from the optimizer's pass."""
+        self.version += 1
         for key in self._padded:
             self._pad(key, stream)
 
@@ -226,4 +249,10 @@ class DeviceParameters:
 
     def state(self, flat: DeviceArray) -> dict[str, np.ndarray]:
         """Another flat array of this layout (a moment, an average) by name, for a checkpoint."""
-        return self.layout.views(device.to_host(flat))
+        if isinstance(flat, DeviceParameters):
+            raise TypeError("state: flat is a DeviceParameters, but one flat array is needed; pass its data")
+        found = device.operand(flat, "flat")
+        if found.shape != self.data.shape:
+            raise ShapeError(f"state: flat has shape {found.shape}, but this layout has {self.data.shape}; "
+                             f"pass an array of it")  # fmt: skip
+        return self.layout.views(device.to_host(found))

@@ -65,7 +65,7 @@ class Layer:
     def sixteen(self, run: Run) -> DeviceArray:
         """BF16 (O, kh, kw, C), C rounded up to 8 with zeros."""
         wide = round_up(self.c, 8)
-        padding = {"channels": wide, "stream": run.stream} if wide > self.c else {}
+        padding = {"channels": wide, "shape": self.shape, "stream": run.stream} if wide > self.c else {}
         return shaped(run.weights.bf16_of(f"{self.name}.weight", **padding), (*self.shape[:3], wide))
 
     def eight(self, run: Run) -> tuple[DeviceArray, DeviceArray]:
@@ -326,12 +326,12 @@ def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, **finish: Any) -
     cuda_conv.forward(geometry, d, run.stream, bias=layer.bias(run), **operands, **finish)
 
 
-def weight_gradient(run: Run, layer: Layer, x: DeviceArray, g: DeviceArray) -> None:
-    """Add the gradients of the weight and of the bias: x is what the product read, g the gradient in its
-    result, both BF16.
+def weight_gradient(run: Run, layer: Layer, x: DeviceArray, g: DeviceArray, bias: bool = True) -> None:
+    """Add the gradients of the weight and, with `bias`, of the bias: x is what the product read, g the
+    gradient in its result, both BF16.
     """
     dw, db = (run.gradients.grad_of(f"{layer.name}.{part}") for part in ("weight", "bias"))
-    dw, db = shaped(dw, layer.shape), shaped(db, (layer.o,))
+    dw, db = shaped(dw, layer.shape), shaped(db, (layer.o,)) if bias else None
     cuda_conv.wgrad(layer.geometry(x.shape), g, x, dw, run.stream, db=db, accumulate=True)
 
 

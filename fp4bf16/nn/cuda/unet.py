@@ -17,11 +17,14 @@ import numpy as np
 from ... import device
 from ...adapters import DeviceArray
 from ...backends import cuda_math
+from ...backends.cuda_attention import MOST_CHANNELS
 from ...backends.cuda_gemm import ACCUMULATE
 from ...errors import ConfigError, DTypeError, ShapeError
+from ..layers import Attention
 from ..tape import Node, Op, Variable, grad_enabled
 from .attention_block import AttentionBlock
-from .blocks import Copy, Downsample, First, Last, Scale, Scaled, Upsample
+from .blocks import Copy, Downsample, Scale, Scaled, Upsample
+from .edges import First, Last
 from .embedding import Embedding, Projections
 from .parameters import DeviceParameters
 from .products import Layer, Norm
@@ -71,10 +74,17 @@ class Network:
             ("time_embedding_dim", (c.time_dim,)),
         ):
             for value in values:
-                if value % _MULTIPLE:
+                if value % _MULTIPLE or value < 1:
                     raise ConfigError(f"UNet2D.cuda: {name} holds {value}, but on the GPU a network's inner "
                                       f"channels are multiples of {_MULTIPLE}; widen it, or keep the network "
                                       f"on the CPU")  # fmt: skip
+
+        for name, module in model.named_modules():
+            channels = module.to_q.weight.shape[0] // module.heads if isinstance(module, Attention) else 0
+            if channels > MOST_CHANNELS:
+                raise ConfigError(f"UNet2D.cuda: {name} has heads of {channels} channels, but on the GPU at "
+                                  f"most {MOST_CHANNELS} are taken; set attention_head_dim, or keep the "
+                                  f"network on the CPU")  # fmt: skip
 
     # ---- the chain
     def _layer(self, module: Any) -> Layer:
@@ -175,11 +185,20 @@ def _whole_numbers(x: Any, name: str) -> DeviceArray:
     return device.contiguous(found)
 
 
+def _whole(timestep: Any) -> int:
+    """One timestep; `DTypeError` for what is no whole number, which the CPU takes and the kernels do not."""
+    value = timestep.item() if isinstance(timestep, np.generic | np.ndarray) else timestep
+    if not isinstance(value, int | float) or not -(2**63) <= value < 2**63 or value != int(value):
+        raise DTypeError(f"UNet2D: timesteps is {timestep!r}, but a whole number of int64 is needed on the "
+                         f"GPU; round it, or keep the network on the CPU")  # fmt: skip
+    return int(value)
+
+
 def _times(timesteps: Any, batch: int, like: DeviceArray) -> DeviceArray:
     """(B,) or (1,) int64 on the device."""
     if not device.is_device(timesteps):
         if getattr(timesteps, "ndim", 0) == 0 and not isinstance(timesteps, list | tuple):
-            return device.full((1,), int(timesteps), "int64", like)
+            return device.full((1,), _whole(timesteps), "int64", like)
         raise TypeError("UNet2D: timesteps are on the host but sample is on the GPU; pass one number, or an "
                         "int64 array on the sample's device")  # fmt: skip
     found = _whole_numbers(timesteps, "timesteps")
@@ -210,6 +229,9 @@ def call(model: Any, network: Network, sample, timesteps, class_labels, captions
         batch, c = x.shape[0], model.config
         t = _times(timesteps, batch, x)
         labels = None if class_labels is None else _whole_numbers(class_labels, "class_labels")
+        if labels is not None and labels.shape != (batch,):
+            raise ShapeError(f"UNet2D: class_labels has shape {labels.shape}, but ({batch},) is needed, one "
+                             f"for each picture; reshape it")  # fmt: skip
         bag = None if captions is None else _captions(captions, c.caption_vocabulary)
         given = (("sample", x), ("timesteps", t), ("class_labels", labels), ("captions", bag))
         device.check_together("UNet2D", [("weights", network.like), *given])
@@ -224,7 +246,15 @@ def call(model: Any, network: Network, sample, timesteps, class_labels, captions
 
 def _backward(g: Any, arrays: None, saved: tuple, needs: list[bool], network: Network) -> list[None]:
     run, kept = saved
-    gradient = device.contiguous(device.operand(g, "g"))
+    gradient = device.operand(g, "g")
+    device.check_together("UNet2D: backward", [("weights", network.like), ("g", gradient)])
+    if run.gradients is not network.model.flat:
+        raise RuntimeError("UNet2D: backward: the model has left the GPU since this forward, and its "
+                           "gradients with it; call backward before cpu()")  # fmt: skip
+    if run.version != run.weights.version:
+        raise RuntimeError("UNet2D: backward: the weights have changed since this forward; call backward "
+                           "before they are stepped or loaded, or run the forward again")  # fmt: skip
+    gradient = device.contiguous(gradient)
     with device.on(gradient):
         network.backward(run.on_this_stream(), kept, gradient)
     return [None] * len(needs)
@@ -240,7 +270,9 @@ _UNET = Op("unet2d", _refuse, _refuse, _backward, keep=False, direct=True)
 # ---- to the device and back --------------------------------------------------------------------------------
 def _array_of(like: Any) -> DeviceArray:
     """`like` as an array on the GPU; of a module such as cupy, a new one."""
-    return device.operand(like.zeros(1, "float32") if isinstance(like, ModuleType) else like, "like")
+    if isinstance(like, ModuleType) and hasattr(like, "zeros"):
+        like = like.zeros(1, "float32")
+    return device.operand(like, "like")
 
 
 def move(model: Any, like: Any, save: str, backward: str, accumulate: str) -> Network:

@@ -26,6 +26,7 @@ class Run:
 
     Attributes:
         weights, gradients: `DeviceParameters` that the layers read, and to which gradients are added.
+        version: of the weights that the forward read.
         recording: whether a backward will follow.
         save: how the inputs of FP4 products are kept for the weights' gradients: "packed" FP4, the decoded
             values in "bf16", or not at all, "recompute". All give the same gradients. The BF16 track keeps
@@ -41,6 +42,7 @@ class Run:
         accumulate: str,
     ):  # fmt: skip
         self.weights, self.gradients, self.like = weights, gradients, like
+        self.version = weights.version
         self.recording, self.save, self.backward, self.accumulate = recording, save, backward, accumulate
         self.stream = device.launch("unet2d", None, (like,))
         self.held: Counter = Counter()

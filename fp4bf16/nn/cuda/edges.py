@@ -1,0 +1,116 @@
+"""Steps of a network on the device: the first convolution and the last, of few channels on one side.
+
+A tile of a product takes 64 or more channels of a tap at once, and 128 outputs; those of a picture's 3 leave
+it nearly empty, tap after tap. Both convolutions are therefore made 1x1, with the taps among the channels:
+
+    the first   the values that an output pixel meets, side by side, times the weight's rows (O, kh kw C)
+    the last    each pixel times the weight as rows (O kh kw, C), then the sum of what its neighbours hold for
+                each output; the gradient in the prediction is spread to the taps first
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import partial
+
+from ...adapters import DeviceArray
+from ...backends import cuda_conv, cuda_elementwise
+from ...backends.cuda_gemm import round_up
+from .blocks import Kept
+from .products import Feed, Layer, Norm, given, input_gradient, normed, pictures, product, weight_gradient
+from .workspace import Run, converted, part, shaped
+
+_FEW_CHANNELS = 16  # of pictures: their 3 x 3 patches have 144 values at most, a layer's result 128 or more
+_FEW_OUTPUTS = 64  # of all taps, in float32: no wider than the 128 channels in BF16 that they are made from
+
+
+def pointwise(layer: Layer, o: int, c: int) -> Layer:
+    """The same weight as that of a 1x1 convolution (O, C)."""
+    made = copy(layer)
+    made.o, made.c, made.kh, made.kw, made.stride = o, c, 1, 1, 1
+    made.top = made.bottom = made.left = made.right = 0
+    return made
+
+
+class First:
+    """The convolution that the latents enter by: float32 (B, H, W, C) of any number of channels."""
+
+    def __init__(self, layer: Layer):
+        self.layer, self.output = layer, layer.output
+        self.rows = pointwise(layer, layer.o, layer.kh * layer.kw * layer.c)
+
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+        layer, track = self.layer, self.layer.track
+        if track == "fp4":
+            feed = pictures(run, part(converted(run, x, round_up(layer.c, 8)), 0, layer.c), track)
+        else:
+            if layer.c <= _FEW_CHANNELS:
+                layer, wide = self.rows, self._patches(run, x)
+            else:
+                wide = converted(run, x, round_up(layer.c, 8))
+            run.hold("saved BF16", wide)
+            feed = Feed(wide, None, partial(given, part(wide, 0, layer.c)))
+        product(run, layer, feed, out)
+        return Kept(track, feed.again, x.shape, layer) if run.recording else None
+
+    def _patches(self, run: Run, x: DeviceArray) -> DeviceArray:
+        wide = run.empty((*self.output(x.shape)[:3], round_up(self.rows.c, 8)))
+        cuda_elementwise.patches(x, wide, self.layer.geometry(x.shape), run.stream)
+        return wide
+
+    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: None = None) -> None:
+        weight_gradient(run, kept.more, kept.again(run), g)
+
+
+class Last:
+    """Norm, SiLU and the convolution that the prediction leaves by, float32."""
+
+    def __init__(self, norm: Norm, layer: Layer):
+        self.norm, self.layer, self.output = norm, layer, layer.output
+        self.taps = pointwise(layer, layer.o * layer.kh * layer.kw, layer.c)
+        self.few = layer.stride == 1 and self.taps.o <= _FEW_OUTPUTS
+
+    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+        track = self.layer.track
+        feed, statistics = normed(run, self.norm, x, True, track)
+        if self.few and track == "bf16":
+            self._sum_of_taps(run, feed.x, out)
+        else:
+            product(run, self.layer, feed, out)
+        if not run.recording:
+            return None
+        run.hold("saved BF16", x)
+        return Kept(track, feed.again, x.shape, (x, statistics))
+
+    def _sum_of_taps(self, run: Run, x: DeviceArray, out: DeviceArray) -> None:
+        taps, wide = self.taps, round_up(self.taps.o, 8)  # whole sectors of memory are written
+        weight = run.weights.bf16_of(f"{taps.name}.weight", outputs=wide, shape=taps.shape, stream=run.stream)
+        products = run.empty((*x.shape[:3], wide), "float32")
+        geometry = taps.geometry(x.shape)._replace(o=wide)
+        cuda_conv.forward(geometry, products, run.stream, x16=x, w16=shaped(weight, (wide, *taps.shape[1:])))
+        cuda_elementwise.gather_taps(part(products, 0, taps.o), self.layer.bias(run), out,
+                                     self.layer.geometry(x.shape), run.stream)  # fmt: skip
+
+    def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        g = part(converted(run, g, round_up(self.layer.o, 8)), 0, self.layer.o)
+        again = kept.again(run)
+        if self.few:
+            d = self._gradients_of_taps(run, kept, again, g)
+        else:
+            weight_gradient(run, self.layer, again, g)
+            d = input_gradient(run, self.layer, kept.track, g, kept.shape)
+        x, statistics = kept.more
+        return self.norm.backward(run, x, d, True, statistics, add)
+
+    def _gradients_of_taps(self, run: Run, kept: Kept, x: DeviceArray, g: DeviceArray) -> DeviceArray:
+        """Adds the gradients of the layer; that in what it read, x."""
+        taps = self.taps
+        cuda_elementwise.column_sums(g, run.gradients.grad_of(f"{taps.name}.bias"), run.stream)
+        spread = run.empty((*kept.shape[:3], round_up(taps.o, 8)))
+        cuda_elementwise.spread_taps(g, spread, self.layer.geometry(kept.shape), run.stream)
+        spread = part(spread, 0, taps.o)
+        weight_gradient(run, taps, x, spread, bias=False)
+        dx = run.empty(kept.shape)
+        weight = shaped(self.layer.seen(run, kept.track), taps.shape)
+        cuda_conv.dgrad(taps.geometry(kept.shape), spread, weight, dx, run.stream)
+        return dx
