@@ -79,8 +79,9 @@ def compare(selected: Path, chance: Path) -> tuple[float, float, float]:
     if not np.array_equal(a["result.base.pictures"], b["result.base.pictures"]):
         sys.exit("quickstart: the two arms have different base models, so they cannot be compared")
     config = from_dict(meta["config"])
-    captions = list(load_pairs(config.size).select(word=config.word or None).captions)
-    captions = captions[: config.eval.captions or None] * config.eval.seeds
+    pairs = load_pairs(config.size).select(word=config.word or None)
+    drawn = [c for c, r in zip(pairs.captions, pairs.roles, strict=True) if r in ("policy", "evaluation")]
+    captions = drawn[: config.eval.captions or None] * config.eval.seeds
     return paired_gain(b["result.aligned.heldout"], a["result.aligned.heldout"], captions)
 
 
@@ -143,6 +144,7 @@ def main() -> int:
             }
         )
     found = goals(seeds)
+    more = ["--", *arguments.more] if arguments.more else []
     result = {
         "commit": commit(),
         "version": __version__,
@@ -151,7 +153,7 @@ def main() -> int:
         "machine": platform.processor() or platform.machine(),
         "threads": num_threads(),
         "load": os.getloadavg()[0],
-        "command": " ".join(["python bench/quickstart.py --seeds", str(arguments.seeds), *arguments.more]),
+        "command": " ".join(["python bench/quickstart.py --seeds", str(arguments.seeds), *more]),
         "goals": found,
         "seeds": seeds,
     }

@@ -122,6 +122,12 @@ def test_report_of_a_run_that_stopped_early():
     assert "has not reached its end" in text and "There are no pictures yet" in text and "No values" in text
 
 
+def test_run_from_trained_weights_has_no_curve_of_the_base():
+    page = build_report("{}", [{"stage": "base", "step": 0, "from": "base", "weights": "0123"}], [])
+    assert "Base model: mean squared error" not in page
+    assert "Base model: mean squared error" in build_report("{}", [{"stage": "base", "loss": None}], [])
+
+
 def test_chart_survives_any_values(rng):
     for y in (
         [],

@@ -215,7 +215,7 @@ def _curves(stages: dict[str, list[dict]]) -> str:
     align, probe = stages.get("align", []), stages.get("probe", [])
     start = [line["pixel_distance"] for line in probe[:1] if line.get("pixel_distance")]
     charts = [
-        _base_curve([line for line in stages.get("base", []) if line.get("loss") is not None]),
+        _base_curve(stages.get("base", [])),
         _curve(
             probe,
             {"reward judge": "reward", "held-out": "heldout"},
@@ -259,6 +259,9 @@ def _curves(stages: dict[str, list[dict]]) -> str:
 
 
 def _base_curve(lines: Sequence[dict]) -> str:
+    if any(line.get("weights") for line in lines):
+        return ""  # --from: nothing was trained here
+    lines = [line for line in lines if line.get("loss") is not None]
     steps, loss = _column(lines, "step"), _column(lines, "loss")
     window = max(1, len(loss) // 40)
     series = [Series("each step", steps, loss, faint=True), Series("mean", steps, smooth(loss, window))]

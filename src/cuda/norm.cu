@@ -115,7 +115,7 @@ bool norm_plan(const NormShape& shape, NormPlan* plan) {
     const int64_t group = shape.c / shape.groups, unit = std::lcm(group, shape.align);
     if (group % 4 != 0 || shape.c % shape.align != 0 || unit > 4 * kNormThreads) return false;
     const int64_t tile_bytes = shape.bytes << 14;
-    const int64_t want = tile_bytes / (shape.bytes * std::min<int64_t>(shape.pixels, 256));
+    const int64_t want = tile_bytes / (shape.bytes * std::min(shape.pixels, shape.most_pixels));
     return cut(shape, tile_width(shape.c, unit, std::min<int64_t>(want, 4 * kNormThreads)), tile_bytes,
                plan) ||
            cut(shape, unit, tile_bytes, plan);
@@ -132,7 +132,10 @@ bool gives_fp4(const fp4bf16_group_norm_args& a) { return a.expanded != nullptr 
 
 bool forward_plan(const fp4bf16_group_norm_args& a, bool clusters, NormPlan* plan) {
     // The same tiles, and so the same bits of y, with and without FP4 results.
-    const NormShape shape = {a.n, a.pixels, a.c, a.groups, a.c % 16 == 0 ? 16 : 8, 2, 128, clusters};
+    // Small pictures take more threads, so that more tiles are under way (measured on an H200).
+    const int64_t per_thread = a.pixels <= 16 ? 64 : 128;
+    const NormShape shape = {a.n, a.pixels,   a.c, a.groups, a.c % 16 == 0 ? 16 : 8,
+                             2,   per_thread, 256, clusters};
     return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.y, a.y_image, a.y_pixel) &&
            (a.expanded == nullptr || aligned(a.expanded, 16)) &&
            (a.packed == nullptr || aligned(a.packed, 8)) && norm_plan(shape, plan);
@@ -185,7 +188,8 @@ fp4bf16_status check_backward(const fp4bf16_group_norm_backward_args& a) {
 }
 
 bool backward_plan(const fp4bf16_group_norm_backward_args& a, bool clusters, NormPlan* plan) {
-    const NormShape shape = {a.n, a.pixels, a.c, a.groups, 8, 4, 64, clusters};
+    // Narrower tiles of more pixels than forward: 0.73 of the time at 1024 pixels (measured on an H200).
+    const NormShape shape = {a.n, a.pixels, a.c, a.groups, 8, 4, 64, 512, clusters};
     return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.g, a.g_image, a.g_pixel) &&
            strides_fit(a.add, a.add_image, a.add_pixel) && strides_fit(a.dx, a.dx_image, a.dx_pixel) &&
            norm_plan(shape, plan);

@@ -34,6 +34,7 @@ struct NormPlan {
 // bytes: of all that is held of an element; per_thread: elements of a tile a thread.
 struct NormShape {
     int64_t n, pixels, c, groups, align, bytes, per_thread;
+    int64_t most_pixels;  // that a tile's width is chosen for
     bool clusters;
 };
 bool norm_plan(const NormShape& shape, NormPlan* plan);

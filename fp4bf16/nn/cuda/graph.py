@@ -10,6 +10,7 @@ anywhere.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -191,7 +192,8 @@ class _Pool:
         self.give_back()
 
     def give_back(self) -> None:
-        """Free blocks go to the device."""
+        """Free blocks go to the device, those in cycles that wait for the collector too."""
+        gc.collect()
         self._blocks.free_all_blocks()
 
     def total_bytes(self) -> int:
