@@ -179,7 +179,9 @@ def check_forward(norm: Norm, got) -> None:
     want = silu(z) if norm.silu else z
     h = np.abs(group_norm(norm.x, norm.groups, None, None, EPS))
     far = (np.abs(mean) / np.sqrt(variance + EPS))[:, None, :, None]  # of the mean's last place in h
-    far = np.broadcast_to(far, x.shape).reshape(h.shape)
+    # FP32 sums put the mean off by last places of the values' spread: seen where x is the mean.
+    wide = (spread / np.sqrt(variance + EPS))[:, None, :, None]
+    far = np.broadcast_to(far + wide, x.shape).reshape(h.shape)
     terms = np.abs(norm.gamma) * (h * SINGLE + far * 2.0**-22) + np.abs(norm.beta) * SINGLE
     bound = ROUNDING * np.abs(want) + 1.1 * terms + 1e-37
     error = np.abs(got["y"].astype(np.float64) - want)

@@ -153,7 +153,7 @@ class CudaEngine(CudaSampler):
         for pattern, kind in config.route.items():
             if kind not in ("fp4", "bf16"):
                 raise ConfigError(f"--route: {pattern} is on {kind!r}, but on the GPU a network runs on "
-                                  f"'fp4' and 'bf16'; choose one of these, or leave out --device")  # fmt: skip
+                                  f"'fp4' and 'bf16'; choose one, or leave out --device")  # fmt: skip
         super().__init__(model)
         self.config, self.track = config, track
         self.parameters = model.unet.flat
