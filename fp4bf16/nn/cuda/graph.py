@@ -10,7 +10,6 @@ anywhere.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -146,8 +145,8 @@ class _Pool:
     CuPy's arrays know their pool weakly, and the free blocks of one that is dropped are lost for good (14.2:
     a free block and the list that it stands in hold each other, by a count that the collector does not see).
 
-    What is taken on `stream` is traced; after `lay_out` it is taken from one block of the pool, where the
-    trace leaves room for it.
+    What a warm-up takes on `stream` is traced; after `lay_out` it is taken from one block of the pool, where
+    the trace leaves room for it.
     """
 
     def __init__(self, cuda: Any, place: int, stream: int):
@@ -161,12 +160,19 @@ class _Pool:
         book = self._book if size and self._cuda.get_current_stream().ptr == self._stream else None
         span = None if book is None else book.take(size)
         if self._block is None or span is None:
-            block = self._blocks.malloc(size)
+            block = self._traced(size) if isinstance(book, Trace) else self._blocks.malloc(size)
             address = block.ptr
         else:
             block, address = self._block, self._block.ptr + span.offset
         lent = _Lent(self, block, book, span)
         return self._cuda.MemoryPointer(self._cuda.UnownedMemory(address, size, lent, self._place), 0)
+
+    def _traced(self, size: int) -> Any:
+        """Memory of a warm-up: from the device and back to it, array by array, since a pool would hold more."""
+        try:
+            return self.growth(size)
+        except self._cuda.runtime.CUDARuntimeError:
+            return self._blocks.malloc(size)  # which says how much it has not found
 
     def trace(self) -> Trace:
         """From here on, what is taken is written down."""
@@ -192,8 +198,7 @@ class _Pool:
         self.give_back()
 
     def give_back(self) -> None:
-        """Free blocks go to the device, those in cycles that wait for the collector too."""
-        gc.collect()
+        """Free blocks go to the device."""
         self._blocks.free_all_blocks()
 
     def total_bytes(self) -> int:
