@@ -168,7 +168,7 @@ class _Pool:
         return self._cuda.MemoryPointer(self._cuda.UnownedMemory(address, size, lent, self._place), 0)
 
     def _traced(self, size: int) -> Any:
-        """Memory of a warm-up: from the device and back to it, array by array, since a pool would hold more."""
+        """Memory of a warm-up: from the device and back to it, array by array; a pool would hold more."""
         try:
             return self.growth(size)
         except self._cuda.runtime.CUDARuntimeError:
