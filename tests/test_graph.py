@@ -12,7 +12,7 @@ import fp4bf16 as fb
 from fp4bf16 import device
 from fp4bf16.adapters import DeviceArray
 from fp4bf16.nn.cuda.graph import Graph
-from fp4bf16.nn.cuda.layout import Layout, Trace, live_peak
+from fp4bf16.nn.cuda.placement import Placement, Trace, live_peak
 
 
 def fragmenting(take, use=lambda array, value: None, mebi=1 << 20):
@@ -260,18 +260,18 @@ def test_arrays_that_live_at_once_do_not_overlap(rng, seed):
         trace.free(span)
     trace.returned()
     assert set(trace.inner()) == set(spans) - staying
-    layout = Layout(trace.inner())
+    placement = Placement(trace.inner())
     peak = live_peak(trace.inner())
-    assert peak <= layout.size <= 1.25 * peak  # at random; of 100 seeds the worst had 1.20
+    assert peak <= placement.size <= 1.25 * peak  # at random; of 100 seeds the worst had 1.20
     for a in trace.inner():
-        assert 0 <= a.offset and a.end <= layout.size and a.offset % 512 == 0
+        assert 0 <= a.offset and a.end <= placement.size and a.offset % 512 == 0
         others = (b for b in trace.inner() if b is not a and b.born < a.died and a.born < b.died)
         assert all(b.end <= a.offset or a.end <= b.offset for b in others)
     held = []  # another run: every second array lives on, and some are new
     for span in spans:
-        found = layout.take(span.size if rng.random() < 0.9 else 12345)
+        found = placement.take(span.size if rng.random() < 0.9 else 12345)
         if found is not None:
             assert all(found.end <= b.offset or b.end <= found.offset for b in held)
             held.append(found)
         if held and rng.random() < 0.5:
-            layout.free(held.pop(0))
+            placement.free(held.pop(0))

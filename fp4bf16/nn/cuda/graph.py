@@ -17,7 +17,7 @@ from typing import Any
 
 from ... import device
 from ...errors import CudaError
-from .layout import Layout, Span, Trace
+from .placement import Placement, Span, Trace
 
 
 class Graph:
@@ -152,7 +152,7 @@ class _Pool:
     def __init__(self, cuda: Any, place: int, stream: int):
         self._cuda, self._place, self._stream, self.growth = cuda, place, stream, _Growth(cuda)
         self._blocks = cuda.MemoryPool(self.growth)
-        self._book: Trace | Layout | None = None
+        self._book: Trace | Placement | None = None
         self._block: Any = None
 
     def malloc(self, size: int) -> Any:
@@ -183,10 +183,10 @@ class _Pool:
         """What was traced gets its places; the free blocks go to the device before theirs is taken."""
         if not isinstance(self._book, Trace):
             return
-        self._book = layout = Layout(self._book.inner())
+        self._book = placement = Placement(self._book.inner())
         self.give_back()
         try:
-            self._block = self._blocks.malloc(layout.size) if layout.size else None
+            self._block = self._blocks.malloc(placement.size) if placement.size else None
         except MemoryError:  # of CuPy: what stays in the pool leaves no room for one block
             self._block = None
         if self._block is None:
@@ -216,7 +216,7 @@ class _Lent:
 
     __slots__ = ("_pool", "_block", "_book", "_span")
 
-    def __init__(self, pool: _Pool, block: Any, book: Trace | Layout | None, span: Span | None):
+    def __init__(self, pool: _Pool, block: Any, book: Trace | Placement | None, span: Span | None):
         self._pool, self._block, self._book, self._span = pool, block, book, span
 
     def __del__(self):

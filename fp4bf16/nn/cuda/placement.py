@@ -109,7 +109,7 @@ def arrange(spans: Sequence[Span]) -> int:
     return total
 
 
-class Layout:
+class Placement:
     """Places for another run of the function: the n-th array of a size goes where the n-th of that size lay.
     A run that differs is told so by None, wherever a place is taken or none is known.
     """
