@@ -106,7 +106,7 @@ LAYERS = [  # configuration, what runs on FP4, which weights are made large (`Ca
     ("tiny", "time_embedding*", "time_emb"),
     ("tiny", "conv_out*", None),
     ("no middle", "down_blocks.0.downsamplers*", None),
-    ("no middle", "down_blocks.1.resnets.0.conv1*", None),  # 24 channels: no whole blocks
+    ("no middle", "down_blocks.1.resnets.0.conv1*", "resnets.0.conv1"),  # 24 channels: no whole blocks
 ]
 
 
