@@ -19,10 +19,10 @@ class _Emulation:
     """The functions; pointers become arrays by `view`."""
 
     def __init__(self, library):
-        self.library = library
+        self.loaded = library
 
     def view(self, pointer, shape, dtype=F32) -> np.ndarray:
-        return memory(self.library.at(pointer), shape, dtype)
+        return memory(self.loaded.at(pointer), shape, dtype)
 
     def normal(self, seeds, n, count, stream_word, step, out) -> None:
         number = int(self.view(step, (1,), np.uint32)[0])
@@ -34,7 +34,7 @@ class _Emulation:
         self, pictures, picture_count, index, eps, t, alpha_bar, steps, n, count, prediction, x_t, target
     ) -> None:
         times = self.view(t, (n,), I64)
-        rows = self.view(index, (n,), I64) if self.library.at(index) else np.arange(n)
+        rows = self.view(index, (n,), I64) if self.loaded.at(index) else np.arange(n)
         known = (times >= 0) & (times < steps) & (rows >= 0) & (rows < picture_count)
         schedule = Schedule("given", self.view(alpha_bar, (steps,), F64))
         x0 = self.view(pictures, (picture_count, count))[rows[known]]
@@ -43,7 +43,7 @@ class _Emulation:
             (x_t, lambda: schedule.add_noise(x0, e, times[known])),
             (target, lambda: schedule.target(x0, e, times[known], _NAMES[prediction])),
         ):
-            if self.library.at(pointer):
+            if self.loaded.at(pointer):
                 result = self.view(pointer, (n, count))
                 result[...] = np.nan
                 result[known] = wanted()
@@ -59,7 +59,7 @@ class _Emulation:
         if n == 0 or count == 0:
             return
         a, b = self.view(output, (n, count)), self.view(target, (n, count))
-        if self.library.at(weight):
+        if self.loaded.at(weight):
             _, slope = losses.picture_errors(a, b)
             slope = slope * self.view(weight, (n,), F64).astype(F32)[:, None]
         else:
@@ -91,7 +91,7 @@ class _Emulation:
         if c:
             new = new + c * xt
         if d:
-            new = new + d * (self.view(noise, (count,)) if self.library.at(noise) else F32.type(np.nan))
+            new = new + d * (self.view(noise, (count,)) if self.loaded.at(noise) else F32.type(np.nan))
         xt[...] = new
 
 

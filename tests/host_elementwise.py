@@ -27,10 +27,10 @@ class _Emulation:
     """The functions; pointers become arrays by `view`."""
 
     def __init__(self, library):
-        self.library = library
+        self.loaded = library
 
     def view(self, pointer, shape, dtype, strides=None) -> np.ndarray:
-        return memory(self.library.at(pointer), shape, dtype, strides)
+        return memory(self.loaded.at(pointer), shape, dtype, strides)
 
     def picture(self, pointer, shape, dtype, strides) -> np.ndarray:
         return self.view(pointer, shape, dtype, (*(strides[i] for i in range(3)), 1))
@@ -46,7 +46,7 @@ class _Emulation:
         patches = self.picture(g, (n, 2 * h, 2 * w, c), BFLOAT16, g_strides).astype(F32)
         with np.errstate(invalid="ignore"):
             total = fused.upsample_nearest_vjp(patches)
-            if self.library.at(add):
+            if self.loaded.at(add):
                 total = total + self.picture(add, (n, h, w, c), BFLOAT16, add_strides).astype(F32)
         self.picture(dx, (n, h, w, c), BFLOAT16, dx_strides)[...] = total.astype(BFLOAT16)
 
@@ -70,7 +70,7 @@ class _Emulation:
         total = np.zeros((n, oh, ow, o), F32)
         for r, s in np.ndindex(kh, kw):
             total += _shifted(products[..., r, s], oh, ow, 1, r - top, s - left)
-        if self.library.at(bias):
+        if self.loaded.at(bias):
             total += self.view(bias, (o,), F32)
         self.picture(out, (n, oh, ow, o), F32, out_strides)[...] = total
 

@@ -55,7 +55,7 @@ class Attention:
 
     def __init__(self, library, gpu, rng, n, q_tokens, k_tokens, heads, dim, *, layout="packed", causal=False,
                  scale=None, spread=1.0, v=None):  # fmt: skip
-        self.library, self.gpu, self.layout, self.causal = library, gpu, layout, causal
+        self.loaded, self.gpu, self.layout, self.causal = library, gpu, layout, causal
         self.scale = dim**-0.5 if scale is None else scale
         rows, keys = (n, q_tokens, heads, dim), (n, k_tokens, heads, dim)
         self.shapes = {name: rows for name in ("q", "out", "g", "dq")}
@@ -77,10 +77,10 @@ class Attention:
         self.fields |= {name: address + 2 * offset, f"{name}_strides": list(strides[:3])}
 
     def args(self, **fields):
-        kinds = dict(self.library.ffi.typeof("fp4bf16_attention_args").fields)
+        kinds = dict(self.loaded.ffi.typeof("fp4bf16_attention_args").fields)
         values = self.fields | fields
-        return self.library.ffi.new("fp4bf16_attention_args*", {
-            name: self.library.ffi.cast(kinds[name].type, x) if kinds[name].type.kind == "pointer" else x
+        return self.loaded.ffi.new("fp4bf16_attention_args*", {
+            name: self.loaded.ffi.cast(kinds[name].type, x) if kinds[name].type.kind == "pointer" else x
             for name, x in values.items()
         })  # fmt: skip
 
@@ -92,7 +92,7 @@ class Attention:
             address = self.gpu.put(held[name])
             self._point(name, address)
             held[name] = address, held[name].size
-        self.library.call(function, self.args(), 0)
+        self.loaded.call(function, self.args(), 0)
         found = []
         for name, (address, size) in held.items():
             got = self.gpu.get(address, (size,), BF16)
@@ -112,7 +112,7 @@ class Attention:
 
     def backward(self) -> list[np.ndarray]:
         """dq, dk, dv after the forward pass."""
-        size = self.library.lib.fp4bf16_attention_backward_workspace_size(self.args())
+        size = self.loaded.lib.fp4bf16_attention_backward_workspace_size(self.args())
         assert size >= 0
         self.fields["workspace"] = self.gpu.empty(size)
         return self.call("attention_backward", GRADIENTS)

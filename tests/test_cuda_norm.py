@@ -57,7 +57,7 @@ class Norm:
 
     def __init__(self, library, gpu, rng, n, pixels, c, groups, *, layout="packed", silu=True, x=None,
                  gamma=None, beta=None):  # fmt: skip
-        self.library, self.gpu, self.layout, self.silu = library, gpu, layout, silu
+        self.loaded, self.gpu, self.layout, self.silu = library, gpu, layout, silu
         self.shape, self.groups = (n, pixels, c), groups
         if x is None:
             x = rng.standard_normal((n, pixels, c)) * rng.uniform(0.3, 3, (n, 1, c)) + rng.normal(0, 1, c)
@@ -97,16 +97,16 @@ class Norm:
         self.results[name] = (shape, dtype)
 
     def args(self, name: str):
-        kinds = dict(self.library.ffi.typeof(f"fp4bf16_{name}_args").fields)
-        args = self.library.ffi.new(f"fp4bf16_{name}_args*")
+        kinds = dict(self.loaded.ffi.typeof(f"fp4bf16_{name}_args").fields)
+        args = self.loaded.ffi.new(f"fp4bf16_{name}_args*")
         for field, value in self.fields.items():
             if field in kinds:
                 pointer = kinds[field].type.kind == "pointer"
-                setattr(args, field, self.library.ffi.cast(kinds[field].type, value) if pointer else value)
-        size = getattr(self.library.lib, f"fp4bf16_{name}_workspace_size")(args)
+                setattr(args, field, self.loaded.ffi.cast(kinds[field].type, value) if pointer else value)
+        size = getattr(self.loaded.lib, f"fp4bf16_{name}_workspace_size")(args)
         assert size >= 0
         if size:
-            args.workspace = self.library.ffi.cast("void*", self.gpu.empty(size))
+            args.workspace = self.loaded.ffi.cast("void*", self.gpu.empty(size))
         return args
 
     def fetch(self) -> dict[str, np.ndarray]:
@@ -137,7 +137,7 @@ class Norm:
         if stats:
             self.room("mean", (n, self.groups))
             self.room("rstd", (n, self.groups))
-        self.library.call("group_norm", self.args("group_norm"), stream)
+        self.loaded.call("group_norm", self.args("group_norm"), stream)
         return self.fetch()
 
     def backward(self, g, mean, rstd, add=None, shift=True) -> dict[str, np.ndarray]:
@@ -153,7 +153,7 @@ class Norm:
             self.room(name, (c,), value=np.full(c, self.before))
         if shift:
             self.room("dshift", (n, c))
-        self.library.call("group_norm_backward", self.args("group_norm_backward"), 0)
+        self.loaded.call("group_norm_backward", self.args("group_norm_backward"), 0)
         return self.fetch()
 
 

@@ -101,7 +101,7 @@ class Device:
     """The same on the GPU, driven by the C ABI."""
 
     def __init__(self, library, gpu, case: Case, average=True, copies=True, stream=0):
-        self.library, self.gpu, self.case, self.stream = library, gpu, case, stream
+        self.loaded, self.gpu, self.case, self.stream = library, gpu, case, stream
         tensors, self.units = tensor_table(case.entries)
         zeros = np.zeros(case.size, np.float32)
         self.at = {
@@ -130,7 +130,7 @@ class Device:
         return self.gpu.get(self.at[name], (self.case.size,), dtype)
 
     def run(self) -> None:
-        self.library.call("adamw", self.args, self.stream)
+        self.loaded.call("adamw", self.args, self.stream)
 
     def check(self) -> None:
         """Every array has the CPU's bits."""

@@ -116,17 +116,21 @@ def test_what_an_fp4_layer_does(name, pattern, loud, rng):
     nearly the same numbers: a few in a hundred end on another code, which is a third to a half of the layer's
     error, beside the roundings to BF16. An error of another layer would be 1.4 of it away, no error 1.
     """
-    case = Case(name, rng, put, {pattern: "fp4"}, loud)
-    (y0, g0), (y1, g1) = case.on_host("bf16"), case.on_host()
-    (z0, h0), (z1, h1) = case.on_device("bf16"), case.on_device()
-    if pattern == "*norm*":
-        assert np.array_equal(z0, z1)
-        return
-    g0, g1, h0, h1 = (joined(g) for g in (g0, g1, h0, h1))
-    for a0, a1, b0, b1 in ((y0, y1, z0, z1), (g0, g1, h0, h1)):
-        effect, rounding = distance(a1, a0), distance(b0, a0)
-        assert effect > 2.5 * rounding
-        assert distance(b1 - b0, a1 - a0) < 0.85 * effect
+    squares = np.zeros((2, 3))  # prediction, gradients: effect, rounding, distance of effects
+    for _ in range(4):  # networks: in one of them a few codes may weigh too much
+        case = Case(name, rng, put, {pattern: "fp4"}, loud)
+        (y0, g0), (y1, g1) = case.on_host("bf16"), case.on_host()
+        (z0, h0), (z1, h1) = case.on_device("bf16"), case.on_device()
+        if pattern == "*norm*":
+            assert np.array_equal(z0, z1)
+            return
+        g0, g1, h0, h1 = (joined(g) for g in (g0, g1, h0, h1))
+        for i, (a0, a1, b0, b1) in enumerate(((y0, y1, z0, z1), (g0, g1, h0, h1))):
+            found = distance(a1, a0), distance(b0, a0), distance(b1 - b0, a1 - a0)
+            squares[i] += np.square(found) / np.square(found[0])
+    effect, rounding, apart = np.sqrt(squares / 4).T
+    assert (effect > 2.5 * rounding).all()
+    assert (apart < 0.85 * effect).all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
