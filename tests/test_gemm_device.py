@@ -7,6 +7,7 @@ where results go, every sentence, what is allocated and that nothing is read bac
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import ml_dtypes
@@ -54,10 +55,15 @@ def close(got, want, limit=1e-6):
     assert np.abs(got - want).max(initial=0) <= limit * max(scale, 1.0), np.abs(got - want).max() / scale
 
 
-def near(got, want):
-    """Where BF16 numbers are made on the way: one beside a tie may round to the other side."""
+def near(got, want, flipped=0.0):
+    """Where BF16 numbers are made on the way: one beside a tie may round to the other side.
+
+    flipped: share of the FP4 codes that are the other side's neighbours: a step of E2M1 is at most 2 where the
+    codes' mean square is about 9, so that they move a product by at most 0.7 of that share's root.
+    """
     got, want = (np.asarray(x.array if isinstance(x, FakeArray) else x, np.float64) for x in (got, want))
-    assert got.shape == want.shape and np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
+    assert got.shape == want.shape
+    assert np.linalg.norm(got - want) <= (2e-3 + 0.7 * math.sqrt(flipped)) * np.linalg.norm(want)
 
 
 def on_device(q):
@@ -336,12 +342,14 @@ def test_dual_weight(rng, gpu, fmt, outliers, rank, turned):
     assert v.master is master and (v.outlier_index == w.outlier_index).all()
 
     def same():
+        flipped = float((v.twin.packed.array != w.twin.packed).mean())
+        assert flipped < 0.01
         for _ in range(2):
-            near(fb.matmul(put(x), v), fb.matmul(x, w))
-        assert (v.twin.packed.array != w.twin.packed).mean() < 0.01
+            near(fb.matmul(put(x), v), fb.matmul(x, w), flipped)
         near(v.down, w.down), near(v.up, w.up)
         for track in ("bf16", "fp4", "reference"):
-            near(fb.matmul(put(x), v, track=track), fb.matmul(x, w, track=track))
+            exact = track in ("bf16", "reference")
+            near(fb.matmul(put(x), v, track=track), fb.matmul(x, w, track=track), 0.0 if exact else flipped)
 
     def addresses():
         parts = (v.twin.packed, v.twin.block_scale, v.twin.outer_scale, v.twin._expanded, v.down, v.up)
