@@ -58,7 +58,7 @@ def close(got, want, limit=1e-6):
 def near(got, want, flipped=0.0):
     """Where BF16 numbers are made on the way: one beside a tie may round to the other side.
 
-    flipped: share of the FP4 codes that are the other side's neighbours: a step of E2M1 is at most 2 where the
+    flipped: share of FP4 codes that are the other side's neighbours: a step of E2M1 is at most 2 where the
     codes' mean square is about 9, so that they move a product by at most 0.7 of that share's root.
     """
     got, want = (np.asarray(x.array if isinstance(x, FakeArray) else x, np.float64) for x in (got, want))
