@@ -1,4 +1,4 @@
-"""src/cuda/fp4bf16.h -> the cffi out-of-line ABI module fp4bf16/_ffi.py, and the header that tells the
+"""src/cuda/fp4bf16.h and fp4bf16_network.h -> the cffi out-of-line ABI module fp4bf16/_ffi.py, and the header that tells the
 library what it was built from. Run by CMake; needs cffi and no compiler.
 
     python bindings/build_ffi.py --version 0.1.0 --module _ffi.py --build-info fp4bf16_build_info.h
@@ -12,14 +12,14 @@ import re
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent.parent / "src" / "cuda"
-HEADER = SOURCES / "fp4bf16.h"
+HEADERS = [SOURCES / "fp4bf16.h", SOURCES / "fp4bf16_network.h"]
 
 
-def declarations(header: str) -> str:
+def declarations(header: Path) -> str:
     """What cffi parses: the text between the two markers, without comments and the export macro."""
-    match = re.search(r"/\* cffi: begin \*/(.*)/\* cffi: end \*/", header, re.DOTALL)
+    match = re.search(r"/\* cffi: begin \*/(.*)/\* cffi: end \*/", header.read_text("utf-8"), re.DOTALL)
     if match is None:
-        raise SystemExit(f"build_ffi: {HEADER} lacks the markers '/* cffi: begin */' and '/* cffi: end */'")
+        raise SystemExit(f"build_ffi: {header} lacks the markers '/* cffi: begin */' and '/* cffi: end */'")
     text = re.sub(r"/\*.*?\*/", "", match.group(1), flags=re.DOTALL)
     return text.replace("FP4BF16_API ", "")
 
@@ -47,7 +47,8 @@ def main() -> None:
     import cffi
 
     ffi = cffi.FFI()
-    ffi.cdef(declarations(HEADER.read_text(encoding="utf-8")))
+    for header in HEADERS:
+        ffi.cdef(declarations(header))
     ffi.set_source("fp4bf16._ffi", None)
     args.module.parent.mkdir(parents=True, exist_ok=True)
     ffi.emit_python_code(str(args.module))

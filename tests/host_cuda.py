@@ -32,6 +32,7 @@ from fp4bf16.python_ref.formats import E2M1, E4M3, E8M0, encode_e4m3, unpack
 from fp4bf16.python_ref.gemm import gelu, silu
 
 HEADER = Path(__file__).resolve().parents[1] / "src" / "cuda" / "fp4bf16.h"
+HEADERS = [HEADER, HEADER.with_name("fp4bf16_network.h")]
 DTYPES = (np.dtype(np.float32), BFLOAT16, np.dtype(np.float16))
 NAMES = ("nvfp4_exact", "nvfp4", "mxfp4", "fp8")
 RULES = (
@@ -76,9 +77,10 @@ def _declarations():
     """The header's, parsed once: it takes half a second."""
     import cffi
 
-    text = HEADER.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
     ffi = cffi.FFI()
-    ffi.cdef(text.replace("FP4BF16_API ", ""))
+    for header in HEADERS:
+        text = header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
+        ffi.cdef(text.replace("FP4BF16_API ", ""))
     return ffi
 
 

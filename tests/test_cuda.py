@@ -26,7 +26,8 @@ DTYPES = {
 
 def declared() -> set[str]:
     """Functions of the header."""
-    text = HEADER.read_text().split("cffi: begin")[1]
+    headers = (HEADER, HEADER.with_name("fp4bf16_network.h"))
+    text = "".join(header.read_text().split("cffi: begin")[1] for header in headers)
     names = re.findall(r"^FP4BF16_API\s[^;(]*\b(fp4bf16_\w+)\(", text, re.MULTILINE)
     assert len(names) == len(set(names)) == text.count("FP4BF16_API") >= 50
     return set(names)

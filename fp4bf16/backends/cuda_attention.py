@@ -44,5 +44,6 @@ def backward(q, k, v, out, lse, g, dq, dk, dv, stream: int, *, scale: float, cau
     args, library = filled("fp4bf16_attention_args", fields), cuda.load()
     size = int(library.lib.fp4bf16_attention_backward_workspace_size(args))
     if size > 0:
-        args.workspace = library.ffi.cast("void*", empty((size,), "uint8", like=q).address)
+        workspace = empty((size,), "uint8", like=q)  # which has to live until the launch
+        args.workspace = library.ffi.cast("void*", workspace.address)
     call("attention_backward", args, stream)

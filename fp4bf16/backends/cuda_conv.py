@@ -136,5 +136,6 @@ def wgrad(geo: Geometry, g: DeviceArray, x: DeviceArray, dw: DeviceArray, stream
     library = cuda.load()
     size = int(library.lib.fp4bf16_conv2d_wgrad_workspace_size(args))
     if size > 0:
-        args.workspace = library.ffi.cast("void*", empty((size,), "uint8", like=g).address)
+        workspace = empty((size,), "uint8", like=g)  # which has to live until the launch
+        args.workspace = library.ffi.cast("void*", workspace.address)
     call("conv2d_wgrad_simple" if simple else "conv2d_wgrad", args, stream)

@@ -89,5 +89,6 @@ def _launch(name: str, fields: dict, x: DeviceArray, stream: int) -> None:
     args, library = filled(f"fp4bf16_{name}_args", fields), cuda.load()
     size = int(getattr(library.lib, f"fp4bf16_{name}_workspace_size")(args))
     if size > 0:  # -1: bad arguments, of which the call itself tells
-        args.workspace = library.ffi.cast("void*", empty((size,), "uint8", like=x).address)
+        workspace = empty((size,), "uint8", like=x)  # which has to live until the launch
+        args.workspace = library.ffi.cast("void*", workspace.address)
     call(name, args, stream)

@@ -118,7 +118,8 @@ def quantize(run: Run, x: DeviceArray, count: int, k: int, stride: int, per_scal
     library = cuda.load()
     size = int(library.lib.fp4bf16_quantize_workspace_size(args))
     if size > 0:
-        args.workspace = library.ffi.cast("void*", run.empty((size,), "uint8").address)
+        workspace = run.empty((size,), "uint8")  # which has to live until the launch
+        args.workspace = library.ffi.cast("void*", workspace.address)
     device.call("quantize", args, run.stream)
 
 
