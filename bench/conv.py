@@ -59,8 +59,8 @@ def distance(torch, y, want) -> float:
 
 
 CONFIGS = (  # of the kernel, by what they compute
-    ("fp4", {}, (1, 2, 3)), ("fp4", {"accumulate": "fast"}, (4, 5, 6)),
-    ("bf16", {}, (4, 5, 6)), ("dgrad", {}, (7, 8, 9)),
+    ("fp4", {}, (1, 2, 3, 12)), ("fp4", {"accumulate": "fast"}, (4, 5, 6, 10, 11, 13)),
+    ("bf16", {}, (4, 5, 6, 10, 11, 13)), ("dgrad", {}, (7, 8, 9)),
 )  # fmt: skip
 
 

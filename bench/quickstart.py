@@ -5,7 +5,10 @@
 Runs ``python -m fp4bf16 train`` twice for every seed, each in a process of its own: as it is, and with the
 explored seeds selected at random. Both arms train the same base model, bit for bit (checked), so that they
 differ in the selection alone. Writes bench/results/cpu/quickstart.json; exit status 1 where a goal is
-missed.
+missed. The goals are those of the main job, preset faces16; another preset is measured beside them, and
+misses nothing:
+
+    python bench/quickstart.py --seeds 1 --json emoji32.json -- --preset emoji32 --from base
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from fp4bf16.train.finish import paired_gain  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "cpu" / "quickstart.json"
+GOALS_OF = "faces16"  # the preset that the goals are set for
 KEPT = (
     "pictures",
     "heldout_base",
@@ -85,8 +89,14 @@ def compare(selected: Path, chance: Path) -> tuple[float, float, float]:
     return paired_gain(b["result.aligned.heldout"], a["result.aligned.heldout"], captions)
 
 
+def preset_of(out: Path) -> str:
+    """The preset that the run in `out` was of."""
+    _, meta = checkpoint.load(out / "checkpoint.safetensors")
+    return from_dict(meta["config"]).preset
+
+
 def goals(seeds: list[dict]) -> list[dict]:
-    """Every goal with the worst value that was measured for it."""
+    """Every goal of the main job with the worst value that was measured for it."""
 
     def of(key: str) -> list[float]:
         return [s["selected"][key] for s in seeds]
@@ -110,6 +120,17 @@ def goals(seeds: list[dict]) -> list[dict]:
         }
         for name, value, sign, limit in rows
     ]
+
+
+def verdict(preset: str, found: list[dict]) -> int:
+    """Print what was found; the exit status."""
+    binding = preset == GOALS_OF
+    if not binding:
+        print(f"preset {preset}, beside the goals of {GOALS_OF}, which are not set for it:")
+    for row in found:
+        said = ("met   ", "MISSED") if binding else ("within", "beyond")
+        print(f"{said[not row['met']]}  {row['goal']}: {row['measured']:.4g} ({row['must_be']})")
+    return 1 if binding and not all(row["met"] for row in found) else 0
 
 
 def commit() -> str:
@@ -143,7 +164,7 @@ def main() -> int:
                 "over_random": compare(*arms.values()),
             }
         )
-    found = goals(seeds)
+    found, preset = goals(seeds), preset_of(folder / "seed0-best_worst")
     more = ["--", *arguments.more] if arguments.more else []
     result = {
         "commit": commit(),
@@ -154,18 +175,15 @@ def main() -> int:
         "threads": num_threads(),
         "load": os.getloadavg()[0],
         "command": " ".join(["python bench/quickstart.py --seeds", str(arguments.seeds), *more]),
+        "preset": preset,
+        "goals_are_set_for": GOALS_OF,
         "goals": found,
         "seeds": seeds,
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    for row in found:
-        print(
-            f"{'met   ' if row['met'] else 'MISSED'}  {row['goal']}: {row['measured']:.4g} (must be "
-            f"{row['must_be']})"
-        )
     print(f"written: {arguments.json}")
-    return 0 if all(row["met"] for row in found) else 1
+    return verdict(preset, found)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Each launch of a function on the GPU, timed alone beside what the hardware allows.
 
 A launch is bounded by its arithmetic at the rate of its track and by its bytes, each operand and result once,
-at the rate of a copy. All three were measured on an H200: 1,340 TFLOP/s of promoted FP4 products, 700 of BF16
-ones, 4.27 TB/s. Launches of one kind and shape are one row.
+at the rate of a copy. All were measured on an H200: 1,340 TFLOP/s of FP4 products with promoted sums, 1,480
+with fast ones, which a network's forward takes by default (8192^3, results/nvidia-h200/gemm.json), 700 of
+BF16 ones, 4.27 TB/s. Launches of one kind and shape are one row.
 """
 
 from __future__ import annotations
@@ -12,43 +13,46 @@ from typing import Any
 
 from fp4bf16 import device
 
-RATE8, RATE16, BYTES = 1.34e15, 0.70e15, 4.27e12
+RATE8 = (1.34e15, 1.48e15)  # by fp4bf16_accumulate
+RATE16, BYTES = 0.70e15, 4.27e12
+Work = tuple[float, float, str]  # seconds of arithmetic, bytes, shape
 SIZES = (4, 2, 2)  # of fp4bf16_dtype
 
 
-def _conv(a: Any) -> tuple[float, float, float, str]:
+def _conv(a: Any) -> Work:
     out = a.n * a.oh * a.ow
     taps = a.kh * a.kw
     k16 = a.c16 * (1 if a.x16_on_output else taps)
     read = a.n * a.h * a.w * (a.c8 + (0 if a.x16_on_output else 2 * a.c16))
     read += out * 2 * a.c16 * a.x16_on_output
-    nbytes = read + a.o * (taps * a.c8 + 2 * k16) + out * a.o * (SIZES[a.d_dtype] + 2 * bool(a.residual))
+    written = SIZES[a.d_dtype] + bool(a.expanded)
+    nbytes = read + a.o * (taps * a.c8 + 2 * k16) + out * a.o * (written + 2 * bool(a.residual))
     shape = f"{a.n}x{a.h}x{a.w} {a.c8}+{a.c16}->{a.o} {a.kh}x{a.kw}/{a.stride}"
-    return 2.0 * out * a.o * taps * a.c8, 2.0 * out * a.o * k16, nbytes, shape
+    return 2.0 * out * a.o * (taps * a.c8 / RATE8[a.accumulate] + k16 / RATE16), nbytes, shape
 
 
-def _gradient(a: Any) -> tuple[float, float, float, str]:
+def _gradient(a: Any) -> Work:
     out = a.n * a.oh * a.ow
     nbytes = 2 * (out * a.o + a.n * a.h * a.w * a.c) + 2 * a.o * a.c * a.kh * a.kw
     shape = f"{a.n}x{a.h}x{a.w} {a.c}->{a.o} {a.kh}x{a.kw}/{a.stride}"
-    return 0.0, 2.0 * out * a.o * a.c * a.kh * a.kw, nbytes, shape
+    return 2.0 * out * a.o * a.c * a.kh * a.kw / RATE16, nbytes, shape
 
 
-def _norm(a: Any) -> tuple[float, float, float, str]:
+def _norm(a: Any) -> Work:
     count = a.n * a.pixels * a.c
     width = 2 + 2 * bool(a.y) + bool(a.expanded) + 0.5625 * bool(a.packed)
-    return 0.0, 0.0, count * width, f"{a.n}x{a.pixels}x{a.c}"
+    return 0.0, count * width, f"{a.n}x{a.pixels}x{a.c}"
 
 
-def _norm_backward(a: Any) -> tuple[float, float, float, str]:
-    return 0.0, 0.0, a.n * a.pixels * a.c * (6 + 2 * bool(a.add)), f"{a.n}x{a.pixels}x{a.c}"
+def _norm_backward(a: Any) -> Work:
+    return 0.0, a.n * a.pixels * a.c * (6 + 2 * bool(a.add)), f"{a.n}x{a.pixels}x{a.c}"
 
 
 def _attention(factor: float):
-    def work(a: Any) -> tuple[float, float, float, str]:
+    def work(a: Any) -> Work:
         flops = factor * 2.0 * a.n * a.heads * a.q_tokens * a.k_tokens * a.dim
         nbytes = 2.0 * a.n * a.heads * a.dim * (a.q_tokens + a.k_tokens) * factor
-        return 0.0, flops, nbytes, f"{a.n}x{a.q_tokens}x{a.dim}"
+        return flops / RATE16, nbytes, f"{a.n}x{a.q_tokens}x{a.dim}"
 
     return work
 
@@ -96,11 +100,11 @@ def breakdown(function, title: str, most: int = 24) -> list[dict[str, Any]]:
     for name, arguments in recorded(function):
         seconds = alone(name, arguments)
         work = WORK.get(name)
-        f8, f16, nbytes, shape = work(arguments[0][0]) if work else (0.0, 0.0, 0.0, "")
+        arithmetic, nbytes, shape = work(arguments[0][0]) if work else (0.0, 0.0, "")
         entry = rows[name, shape]
         entry[0] += 1
         entry[1] += seconds
-        entry[2] += max(f8 / RATE8 + f16 / RATE16, nbytes / BYTES)
+        entry[2] += max(arithmetic, nbytes / BYTES)
     total = sum(entry[1] for entry in rows.values())
     longest_first = sorted(rows.items(), key=lambda item: -item[1][1])
     found = [{"part": title, "kernel": name, "shape": shape, "launches": n, "ms": ms * 1e3,

@@ -199,6 +199,12 @@ class Torch:
     def device_context(self, device: int) -> Any:
         return self.torch.cuda.device(device)
 
+    def follow(self, handle: int, device: int) -> None:
+        """Stream `handle` waits for what the current stream holds; not under capture, which it would join."""
+        if not self.torch.cuda.is_current_stream_capturing():
+            other = self.torch.cuda.ExternalStream(0 if handle == 1 else handle, device=device)
+            other.wait_stream(self.torch.cuda.current_stream(device))
+
     def stream_context(self, stream: Any, handle: int, device: int) -> Any:
         if not isinstance(stream, self.torch.cuda.Stream):  # 1 is the legacy default stream, PyTorch's own 0
             stream = self.torch.cuda.ExternalStream(0 if handle == 1 else handle, device=device)
@@ -319,6 +325,14 @@ class Cupy:
 
     def device_context(self, device: int) -> Any:
         return self.cupy.cuda.Device(device)
+
+    def follow(self, handle: int, device: int) -> None:
+        """Stream `handle` waits for what the current stream holds; not under capture, which it would join."""
+        current = self.cupy.cuda.get_current_stream(device)
+        if current.ptr <= 2 or not current.is_capturing():  # 1, 2: the default streams
+            event = self.cupy.cuda.Event(disable_timing=True)
+            event.record(current)
+            self.cupy.cuda.runtime.streamWaitEvent(handle, event.ptr)
 
     def stream_context(self, stream: Any, handle: int, device: int) -> Any:
         if isinstance(stream, self.cupy.cuda.Stream | self.cupy.cuda.ExternalStream):

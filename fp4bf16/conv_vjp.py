@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from . import device
 from .conv_operands import (
     QUANTISED,
     branch_of,
@@ -171,11 +173,13 @@ def conv2d_vjp(g, x, w, *, stride=1, padding=0, track=None, format=None, needs=(
     track, fmt = choose_track("conv2d_vjp", track, x, w), choose_format(format, x, w)
     check_frameworks("conv2d_vjp", [x, w, g])
     track_x, track_w = _kept(x, track, "save", save), _kept(w, track, "backward", backward)
-    out = (device_outputs if gpu else outputs)("conv2d_vjp", out, ("dx", "dw", "dbias"))
+    out = (device_outputs if gpu else outputs)("conv2d_vjp", out, _NAMES)
     memory, geo = memory_of(g, x, w), geometry(x.shape, w.shape, stride, padding)
     check_gradient("conv2d_vjp", g, geo)
     gradients = _gradients("conv2d_vjp", g, geo, fmt, memory, stream) if gpu else None
     dtypes = [a.dtype for a in (x, w) if a.dtype is not None] or [g.dtype]
+    shapes = x.shape, (geo.o, geo.kh, geo.kw, geo.c), (geo.o,)
+    _check_out(out, needs, shapes, (dtypes[0], dtypes[-1], g.dtype), g, memory, gpu)
     dx = dw = None
     if needs[0]:
         dx = _dgrad("conv2d_vjp", g, w, geo, track_w, fmt, dtypes[0], out[0], memory, gradients)
@@ -188,6 +192,19 @@ def conv2d_vjp(g, x, w, *, stride=1, padding=0, track=None, format=None, needs=(
     return dx, dw, db if needs[2] else None
 
 
+def _check_out(out, needs, shapes, dtypes, g: Arg, memory, gpu: bool) -> None:
+    """Raise for an `out` that does not fit, by the name of its gradient and before any of them is written."""
+    for name, array, need, shape, dtype in zip(_NAMES, out, needs, shapes, dtypes, strict=True):
+        op = f"conv2d_vjp: {name}"
+        if array is None or not need:
+            continue
+        if gpu:
+            device.out_operand(op, array, shape, str(dtype), replace(g.place, name="g"), memory)
+        else:
+            output(op, array, shape, dtype, g.framework, memory)
+
+
+_NAMES = ("dx", "dw", "dbias")
 _KEPT = {"save": ("fp4", "bf16"), "backward": ("track", "master")}
 
 

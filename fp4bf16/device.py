@@ -313,6 +313,15 @@ def launch(op: str, stream: Any, arrays: Sequence[DeviceArray]) -> int:
     return stream_handle(op, stream, first.device)
 
 
+def follow(handle: int, x: DeviceArray) -> None:
+    """Stream `handle` of x's device waits for the current one: for memory of `handle` that was read there and
+    is about to be freed. A framework hands it out again to work on `handle`.
+    """
+    framework = _FRAMEWORKS[x.framework]
+    if handle != framework.current_stream(x.device):
+        framework.follow(handle, x.device)
+
+
 def on(x: DeviceArray) -> Any:
     """A context in which x's device is the current one; free where it is already."""
     framework = _FRAMEWORKS[x.framework]

@@ -24,6 +24,10 @@ ROUNDING = {"float64": 1e-12, "float32": 3e-6, "float16": 2.0**-11, "bfloat16": 
 #: Attention also rounds the probabilities (to BF16, or E4M3 on the FP4 track), and the FP32 exponential of
 #: the kernel tips some of them to the other side of a rounding boundary.
 PROBABILITIES = {"bf16": 3e-4, "fp4": 3e-3, "dual": 3e-3}
+#: On the GPU attention's results are BF16 whatever the dtype asked for. On the way to gradients P and dS = P
+#: (dP - sum P dP), which has less left than its terms, are BF16, too, and not every kernel rounds P where the
+#: reference does: of 900 draws of ``validate``'s inputs the worst was 0.0075 away.
+ATTENTION_ON_GPU = {"attention": 2.0**-8, "attention_vjp": 2.0**-6}
 #: Relative error of sums on the GPU's tensor cores. FP8's keep about 14 bits, with ``accumulate="fast"`` for
 #: the whole of K.
 TENSOR_CORES = {"reference": 0.0, "bf16": 2e-5, "fp4": 1.4e-3, "dual": 1.4e-3, "fast": 1e-2}
@@ -262,7 +266,12 @@ def _attention(arrays, track, format, options):
 
     got = attention(*arrays, track=track, format=format, **options)
     want = ref.attention(*map(_values, arrays), track=track, fmt=format, **options)
-    return _relative([("o", got, want, 0.0)], PROBABILITIES.get(track), track)
+    return _relative([("o", got, want, 0.0)], _of_attention("attention", got, track), track)
+
+
+def _of_attention(op: str, got: Any, track: str) -> float | None:
+    on_gpu = track != "reference" and device.is_device(got)
+    return ATTENTION_ON_GPU[op] if on_gpu else PROBABILITIES.get(track)
 
 
 def _gradients(names, got, want, bound, track):
@@ -304,7 +313,7 @@ def _attention_vjp(arrays, track, format, options):
 
     got = attention_vjp(*arrays, track=track, format=format, **options)
     want = ref.attention_vjp(*map(_values, arrays), track=track, fmt=format, **options)
-    return _gradients(("dq", "dk", "dv"), got, want, PROBABILITIES.get(track), track)
+    return _gradients(("dq", "dk", "dv"), got, want, _of_attention("attention_vjp", got[0], track), track)
 
 
 def _certify(arrays, track, format, options):

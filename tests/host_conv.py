@@ -8,11 +8,14 @@ from __future__ import annotations
 import numpy as np
 from host_cuda import DTYPES, _rounded, memory
 
+from fp4bf16.backends import cpu_quantize
+from fp4bf16.formats import FORMATS
 from fp4bf16.interop import BFLOAT16
 from fp4bf16.python_ref.formats import E4M3
 from fp4bf16.python_ref.gemm import gelu, silu
 
 SINGLE = np.dtype(np.float32)
+EXACT = FORMATS["nvfp4_exact"]
 WORKSPACE = 96  # bytes; the emulation needs none, but checks that the caller gives it
 
 
@@ -26,8 +29,19 @@ def define(library) -> None:
     library.lib.fp4bf16_conv2d_wgrad_workspace_size = library.ffi.callback(
         "int64_t(const fp4bf16_conv2d_wgrad_args*)", lambda args: WORKSPACE
     )
+    library.lib.fp4bf16_conv2d_sum_parts = library.ffi.callback(
+        "int64_t(const fp4bf16_conv2d_args*)", sum_parts
+    )
     none = library.ffi.new("char[]", b"host")
     library.lib.fp4bf16_conv2d_config = lambda args, config: none
+
+
+def sum_parts(a) -> int:
+    """What a caller has to expect: one part or several, and none for pictures that no tiles fill."""
+    if a.d_dtype != 1 or 0 in (a.n, a.oh, a.ow, a.o) or not (a.c8 or a.c16):
+        return 0
+    pixels = a.oh * a.ow
+    return 0 if pixels % 16 else max(1, pixels // 128)
 
 
 def taps(x: np.ndarray, a) -> np.ndarray:
@@ -50,6 +64,15 @@ def untaps(y: np.ndarray, a) -> np.ndarray:
             stop = r + a.stride * (a.oh - 1) + 1, s + a.stride * (a.ow - 1) + 1
             padded[:, r : stop[0] : a.stride, s : stop[1] : a.stride] += y[:, :, :, r, s]
     return padded[:, a.top : a.top + a.h, a.left : a.left + a.w]
+
+
+def expanded(d: np.ndarray, exponent: int) -> np.ndarray:
+    """E4M3 bytes of d (n, oh, ow, o) under one given outer scale, by the CPU's quantiser."""
+    assert -119 <= exponent <= 120, f"an exponent of {exponent}"
+    rows = d.reshape(-1, d.shape[3]).astype(np.float32)
+    outer = np.full(len(rows), np.ldexp(np.float32(1), exponent), np.float32)
+    q = cpu_quantize.quantize_rows(rows, EXACT, outer, None, "fast", "propagate")
+    return cpu_quantize.expand_rows(q.packed, q.block_scale, EXACT).reshape(d.shape)
 
 
 class Convolutions:
@@ -123,7 +146,18 @@ class Convolutions:
             dtype = DTYPES[a.residual_dtype]
             d = d + self._pictures(a.residual, d.shape, dtype, a.residual_strides).astype(np.float64)
         dtype = DTYPES[a.d_dtype]
-        self._pictures(a.d, d.shape, dtype, a.d_strides)[...] = _rounded(_rounded(d, SINGLE), dtype)
+        d = _rounded(_rounded(d, SINGLE), dtype)
+        self._pictures(a.d, d.shape, dtype, a.d_strides)[...] = d
+        if self.at(a.sums):
+            parts = sum_parts(a)
+            assert parts > 0, "sums of a result that has none"
+            v = d.reshape(a.n, -1, a.o).astype(np.float64)
+            sums = memory(self.at(a.sums), (a.n, parts, a.o, 2), SINGLE)
+            for i, run in enumerate(np.array_split(v, parts, axis=1)):
+                sums[:, i, :, 0], sums[:, i, :, 1] = run.sum(1), (run * run).sum(1)
+        if self.at(a.expanded):
+            assert a.o % 16 == 0 and dtype == BFLOAT16, f"expanded of {a.o} channels, {dtype}"
+            memory(self.at(a.expanded), d.shape, np.uint8)[...] = expanded(d, a.expanded_exponent)
 
     # ---- gradients
     def conv2d_dgrad(self, a) -> None:

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import host_live
 import numpy as np
 import pytest
 
@@ -77,18 +78,22 @@ def _declarations():
     """The header's, parsed once: it takes half a second."""
     import cffi
 
-    ffi = cffi.FFI()
-    for header in HEADERS:
-        text = header.read_text().split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
-        ffi.cdef(text.replace("FP4BF16_API ", ""))
-    return ffi
+    ffi, texts = cffi.FFI(), [header.read_text() for header in HEADERS]
+    for text in texts:
+        declared = text.split("/* cffi: begin */")[1].split("/* cffi: end */")[0]
+        ffi.cdef(declared.replace("FP4BF16_API ", ""))
+    return ffi, "".join(texts)
 
 
 class HostCuda(cuda.Library):
-    """`calls` counts the launches by name, `streams` are the handles that they were given."""
+    """`calls` counts the launches by name, `streams` are the handles that they were given. `tracked`: each
+    pointer must lie in memory that lives (host_live.py); what is of PyTorch is not known there.
+    """
+
+    tracked = True
 
     def __init__(self):
-        self.ffi = _declarations()
+        self.ffi, self.header = _declarations()
         self.path, self.calls, self.streams = HEADER, Counter(), []
         self._error = self.ffi.new("char[]", 512)
         self.lib = SimpleNamespace(fp4bf16_last_error=lambda: self._error)
@@ -121,6 +126,8 @@ class HostCuda(cuda.Library):
             self.calls[name] += 1
             self.streams.append(int(self.ffi.cast("intptr_t", arguments[-1])))
             try:
+                if self.tracked:
+                    host_live.check(self.ffi, self.header, name, arguments[:-1])
                 function(*arguments[:-1])
                 return 0
             except Exception as error:  # a C function has no exceptions: status and sentence
@@ -307,8 +314,13 @@ class FakeArray:
 
     def __init__(self, array: np.ndarray, device: int = 0):
         self.array, self.device = np.asarray(array), device
+        host_live.LIVE.add(self.array)
+
+    def __setstate__(self, state):  # of a deep copy
+        self.__init__(**state)
 
     shape = property(lambda self: self.array.shape)
+    size = property(lambda self: self.array.size)
     dtype = property(lambda self: self.array.dtype)
     itemsize = property(lambda self: self.array.itemsize)
     T = property(lambda self: FakeArray(self.array.T, self.device))
@@ -327,6 +339,7 @@ class Fake:
 
     def __init__(self):
         self.device, self.stream, self.made, self.moved = 0, 0, [], 0
+        self.followed = []  # (stream that waits, stream that it waits for)
 
     @staticmethod
     def on_device(x) -> bool:
@@ -345,10 +358,12 @@ class Fake:
         assert self.device == like.device, "allocated while another device was current"
         dtype = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
         self.made.append((tuple(shape), str(dtype)))
-        raw = np.empty(math.prod(shape) * dtype.itemsize + 64, np.uint8)
+        size = math.prod(shape) * dtype.itemsize
+        # Views of an empty array start beyond it, where on a GPU nothing looks.
+        raw = np.empty(size + 64 if size else 1 << 14, np.uint8)
         start = -raw.ctypes.data % 64  # as device allocators align
         raw[:] = POISON
-        return FakeArray(raw[start : raw.size - 64 + start].view(dtype).reshape(shape), like.device)
+        return FakeArray(raw[start : start + size].view(dtype).reshape(shape), like.device)
 
     def empty(self, shape, dtype, like):
         return self._make(shape, dtype, like)
@@ -401,6 +416,9 @@ class Fake:
 
     def current_stream(self, place: int) -> int:
         return self.stream
+
+    def follow(self, handle: int, place: int) -> None:
+        self.followed.append((handle, self.stream))
 
     @contextmanager
     def device_context(self, place: int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from host_cuda import memory
+from host_live import LIVE
 
 from fp4bf16.interop import BFLOAT16
 from fp4bf16.nn import fused
@@ -63,10 +64,13 @@ class _Emulation:
         target[...] = 0
         return target
 
-    def gather_taps(
-        self, y, n, h, w, y_strides, oh, ow, o, kh, kw, top, left, bias, out, out_strides
+    def conv2d_few(
+        self, x, n, h, w, c, x_strides, weight, oh, ow, o, kh, kw, top, left, bias, out, out_strides
     ) -> None:  # fmt: skip
-        products = self.picture(y, (n, h, w, o * kh * kw), F32, y_strides).reshape(n, h, w, o, kh, kw)
+        assert o * kh * kw <= 64 and c % 8 == 0
+        pictures = self.picture(x, (n, h, w, c), BFLOAT16, x_strides).astype(F64)
+        products = pictures @ self.view(weight, (o * kh * kw, c), BFLOAT16).astype(F64).T
+        products = products.astype(F32).reshape(n, h, w, o, kh, kw)
         total = np.zeros((n, oh, ow, o), F32)
         for r, s in np.ndindex(kh, kw):
             total += _shifted(products[..., r, s], oh, ow, 1, r - top, s - left)
@@ -142,6 +146,7 @@ class HostMemory:
         raw = np.full(nbytes + 128, self.POISON, np.uint8)
         address = raw.ctypes.data + -raw.ctypes.data % 64
         self.held[address] = raw
+        LIVE.add(raw)
         return address
 
     def put(self, array: np.ndarray) -> int:
@@ -204,8 +209,8 @@ def define(library) -> None:
          f"{_STRIDES}, void*"),
         ("patches", f"const void*, fp4bf16_dtype, {pixels}, {_STRIDES}, {', '.join(['int64_t'] * 7)}, void*, "
          "int64_t, void*"),
-        ("gather_taps", f"const float*, int64_t, int64_t, int64_t, {_STRIDES}, "
-         f"{', '.join(['int64_t'] * 7)}, const float*, float*, {_STRIDES}, void*"),
+        ("conv2d_few", f"const void*, {pixels}, {_STRIDES}, const void*, {', '.join(['int64_t'] * 7)}, "
+         f"const float*, float*, {_STRIDES}, void*"),
         ("spread_taps", f"const void*, fp4bf16_dtype, {pixels}, {_STRIDES}, {', '.join(['int64_t'] * 6)}, "
          "void*, int64_t, void*"),
         ("add", f"const void*, int64_t, const void*, int64_t, {rows}, void*, int64_t, void*"),

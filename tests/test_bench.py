@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -224,10 +226,26 @@ def test_every_reading_is_a_mean_over_cold_sets():
     timing.measure(torch, [broken], rounds=5)  # nothing to do
 
 
+# ---- bench/quickstart.py
+def test_the_quickstarts_goals_bind_the_main_job_alone(capsys):
+    path = Path(__file__).resolve().parents[1] / "bench" / "quickstart.py"
+    spec = importlib.util.spec_from_file_location("quickstart", path)
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    rows = [{"goal": g, "measured": m, "must_be": ">= 0.85", "met": m >= 0.85}
+            for g, m in (("a", 0.9), ("b", 0.8))]  # fmt: skip
+    assert quickstart.verdict("faces16", rows) == 1 and "MISSED  b: 0.8 (>= 0.85)" in capsys.readouterr().out
+    assert quickstart.verdict("faces16", rows[:1]) == 0
+    capsys.readouterr()
+    assert quickstart.verdict("emoji32", rows) == 0
+    said = capsys.readouterr().out
+    assert "goals of faces16, which are not set for it" in said and "beyond  b: 0.8 (>= 0.85)" in said
+
+
 # ---- the arms, on the emulated library
 @pytest.fixture
 def emulated(host_cuda):  # noqa: F811
-    torch = pytest.importorskip("torch")
+    torch, host_cuda.tracked = pytest.importorskip("torch"), False
     return torch, raw.Raw(torch, "cpu")
 
 

@@ -31,9 +31,11 @@ def emulated(host_cuda, monkeypatch):  # noqa: F811
     ("quantize", {"quantize"}), ("dequantize", {"quantize", "dequantize"}), ("matmul", {"quantize", "gemm"}),
     ("linear", {"quantize", "gemm"}), ("dual", {"quantize", "gemm"}), ("certify", {"quantize", "gemm"}),
     ("conv2d", {"quantize", "conv2d"}), ("conv2d_vjp", {"quantize", "conv2d_dgrad", "conv2d_wgrad"}),
+    ("attention", {"attention"}), ("attention_vjp", {"attention", "attention_backward"}),
 ])  # fmt: skip
 def test_validate_runs_the_library(emulated, op, calls, capsys):
-    shape = "9x48" if "quantize" in op else "2x7x5x24x8" if "conv2d" in op else "9x48x16"
+    shapes = {"quantize": "9x48", "conv2d": "2x7x5x24x8", "attention": "2x9x3x24"}
+    shape = next((shape for part, shape in shapes.items() if part in op), "9x48x16")
     status = main(["validate", "--op", op, "--shape", shape])
     out = capsys.readouterr().out
     assert status == 0, out

@@ -86,7 +86,8 @@ def test_convolution_in_float64(rng, xp, case, track, fmt):  # noqa: F811
         for left, right in ((x, wq), (xq, wq), (xq, w)):
             for _ in range(2):
                 assert calc_diff(host(fb.conv2d(left, right, **how)), want) < SINGLE
-        assert calc_diff(host(fb.conv2d(x, wq, **how, accumulate="fast")), want) < 2e-5
+        # python_ref.accumulator, never promoted, on such numbers: at most 6e-7 (fp8; nvfp4_exact 3e-8)
+        assert calc_diff(host(fb.conv2d(x, wq, **how, accumulate="fast")), want) < 3e-6
 
 
 @pytest.mark.parametrize("kernel", [(1, 1), (2, 2), (3, 3), (1, 5), (4, 3), (5, 5)], ids=str)

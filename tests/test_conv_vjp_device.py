@@ -50,11 +50,14 @@ def test_dual_weight(rng, fmt, shape):
     outer = there.twin.outer_scale
     assert outer is None or here.twin.outer_scale.shape == outer.shape
     assert np.array_equal(here.master_values(), there.master_values())
-    # W - D U is summed in another order there: a code may tip at a tie
-    near(fb.dequantize(here.twin), fb.dequantize(there.twin), 2e-2)
+    # Of full rank W - D U is what rounding D and U to BF16 leaves: one number of theirs that rounds to the
+    # other side changes a row of it, and the twin alone is not compared.
+    full = here.rank == min(w_shape[0], dense[0].size)
     product = np.asarray(here.down.array, np.float64) @ np.asarray(here.up.array, np.float64)
     near(product, np.asarray(there.down, np.float64) @ np.asarray(there.up, np.float64), 1e-3)
-    for track in ("dual", "fp4", "bf16", "reference"):
+    if not full:  # it is summed in another order there: a code may tip at a tie
+        near(fb.dequantize(here.twin), fb.dequantize(there.twin), 2e-2)
+    for track in ("dual", "bf16", "reference") if full else ("dual", "fp4", "bf16", "reference"):
         for stride in (1, 2):
             how = {"padding": 1, "track": track, "stride": stride}
             want = fb.conv2d(x, there, **how)
@@ -113,6 +116,17 @@ def test_master_of_any_strides(rng):
     x = put(draw(rng, (2, 5, 5, 16)))
     assert np.array_equal(fb.conv2d(x, w).array, fb.conv2d(x, same).array)
     near(fb.conv2d(x, w, track="bf16"), fb.conv2d(x.array, dense.transpose(0, 2, 3, 1), track="bf16"))
+
+
+# ---- out
+def test_out_is_checked_by_name_before_any_is_written(rng):
+    g, x, w = (draw(rng, s) for s in ((1, 3, 3, 4), (1, 5, 5, 16), (4, 3, 3, 16)))
+    for i, (name, shape) in enumerate((("dx", x.shape), ("dw", w.shape), ("dbias", (4,)))):
+        out = [FakeArray(np.full(s, 7, np.float32)) for s in (x.shape, w.shape, (4,))]
+        out[i] = FakeArray(np.full((2, *shape), 7, np.float32))
+        with pytest.raises(fb.ShapeError, match=f"conv2d_vjp: {name}: out has shape"):
+            fb.conv2d_vjp(put(g), put(x), put(w), out=tuple(out))
+        assert all((o.array == 7).all() for o in out)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------

@@ -136,12 +136,13 @@ class Forward:
 
     def check(self, function="conv2d") -> None:
         y, size = self.expected()
-        # What FP8 tensor cores lose of the sum of |products| (test_cuda_gemm.py measures it): promoted 2^-9,
-        # fast 2^-7; BF16 ones and FP32 FMAs in order lose far less.
-        fast = self.given.get("accumulate", 0) == 1
-        part = (2**-7 if fast else 2**-9) if self.given["c8"] and function == "conv2d" else 2**-14
+        # What FP8 tensor cores lose, by python_ref.accumulator on these operands at K = 9 * 384: promoted and
+        # fast less than 6e-4 of the sum of |products|; as a whole, by calc_diff, fast 6e-7, of which the limit
+        # is five times. BF16 ones and FP32 FMAs in order lose far less.
+        fast = self.given.get("accumulate", 0) == 1 and self.given["c8"] > 0 and function == "conv2d"
+        part = 2**-9 if self.given["c8"] and function == "conv2d" else 2**-14
         close(self.results(function), y, 1.2 * part * size + ROUNDING[self.d_dtype] * abs(y) + 5e-5,
-              2e-5 if fast and self.given["c8"] else (1e-6, 1e-5, 1e-5)[self.d_dtype])  # fmt: skip
+              (3e-6 if fast else 1e-6, 1e-5, 1e-5)[self.d_dtype])  # fmt: skip
 
 
 class Gradient:
@@ -305,6 +306,22 @@ def test_twice_the_same_bits(library, gpu, rng, function, track):
     p = Forward(library, gpu, rng, geo, c8, c16, branch=track == "branch", image="vector")
     for (name, first), (_, again) in zip(p.results(function), p.results(function), strict=True):
         assert first.tobytes() == again.tobytes(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("track", ["fp4", "fast", "bf16", "branch"])
+@pytest.mark.parametrize("residual", [None, 1])
+def test_several_tiles_a_multiprocessor(library, gpu, rng, track, residual):
+    """Two to five tiles follow each other, of one k-tile and of nine or more, also where warpgroups take them
+    in turn: an odd number of them, and more of one warpgroup than of the other.
+    """
+    c16 = {"bf16": 40, "branch": 72}.get(track, 0)
+    for geo, c8 in ((Geometry(40, 32, 32, 16, 136), 16), (point(46, 32, 32, 48, 128), 48),
+                    (Geometry(33, 16, 32, 144, 256), 144)):  # fmt: skip
+        p = Forward(library, gpu, rng, geo, 0 if track == "bf16" else c8, c16, branch=track == "branch",
+                    col="vector", residual=residual, accumulate=int(track != "fp4"))  # fmt: skip
+        p.check()
+        gpu.free()
 
 
 @pytest.mark.gpu

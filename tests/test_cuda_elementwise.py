@@ -134,29 +134,6 @@ def test_patches(place, rng, shape, kernel, size, dtype):
 
 
 @pytest.mark.parametrize("shape, kernel, size", [c for c in CONVOLUTIONS if c[1][2] == 1], ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_sums_over_taps(place, rng, shape, kernel, size, with_bias):
-    """FP32 sums in one order: the same bits everywhere."""
-    library, memory = place
-    (n, h, w, o), (kh, kw, _, top, left), (oh, ow) = shape, kernel, size
-    y = rng.standard_normal((n, h, w, o * kh * kw)).astype(np.float32)
-    bias = rng.standard_normal(o).astype(np.float32)
-    framed = np.pad(y, ((0, 0), (top, oh + kh), (left, ow + kw), (0, 0)))
-    framed = framed.reshape(*framed.shape[:3], o, kh, kw)
-    want = np.zeros((n, oh, ow, o), np.float32)
-    for r, s in np.ndindex(kh, kw):
-        want += framed[:, r : r + oh, s : s + ow, :, r, s]
-    want += bias if with_bias else F32.type(0)
-    for pad, front in FRAMES:
-        for pads in ((pad, ()), ((), pad)):
-            held = Held(memory, y, pads[0], front)
-            out = Held(memory, pad=pads[1], front=front, shape=want.shape, dtype=F32)
-            library.call("gather_taps", held.address, n, h, w, held.strides, oh, ow, o, kh, kw, top, left,
-                         memory.put(bias) if with_bias else 0, out.address, out.strides, 0)  # fmt: skip
-            same_bits(out.get(), want)
-
-
-@pytest.mark.parametrize("shape, kernel, size", [c for c in CONVOLUTIONS if c[1][2] == 1], ids=str)
 @pytest.mark.parametrize("dtype", [0, 1])
 def test_taps_of_a_gradient(place, rng, shape, kernel, size, dtype):
     library, memory = place
@@ -175,26 +152,6 @@ def test_taps_of_a_gradient(place, rng, shape, kernel, size, dtype):
         library.call("spread_taps", held.address, dtype, n, oh, ow, o, held.strides, h, w, kh, kw, top, left,
                      y, width, 0)  # fmt: skip
         same_bits(memory.get(y, want.shape, BFLOAT16), want)
-
-
-@pytest.mark.gpu
-def test_many_values_of_a_pixel(library, gpu, rng):
-    """Tiles of one result and of few; what no tile holds is refused."""
-    for o, k, shape in ((1, 10, (1, 4, 7)), (20, 3, (2, 9, 40)), (7, 3, (2, 33, 17))):
-        n, h, w = shape
-        y = rng.standard_normal((*shape, o * k * k)).astype(np.float32)
-        held, top = Held(gpu, y), k // 2
-        out = Held(gpu, shape=(*shape, o), dtype=F32)
-        arguments = [n, h, w, held.strides, h, w, o, k, k, top, top, 0, out.address, out.strides, 0]
-        want = np.zeros((*shape, o), np.float32)
-        framed = np.pad(y, ((0, 0), (top, k), (top, k), (0, 0))).reshape(n, h + top + k, w + top + k, o, k, k)
-        for r, s in np.ndindex(k, k):
-            want += framed[:, r : r + h, s : s + w, :, r, s]
-        library.call("gather_taps", held.address, *arguments)
-        same_bits(out.get(), want)
-    with pytest.raises(ValueError, match="one pixel are 9 x 9 of 162 values, but at most 12288"):
-        library.call("gather_taps", 64, 1, 1, 1, [1] * 3, 1, 1, 2, 9, 9, 4, 4, 0, 64, [2] * 3, 0)
-    gpu.free()
 
 
 # ---- rows
@@ -331,8 +288,6 @@ def test_rows_of_a_table(place, rng, rows, count, dim):
         ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 64, 24, 0), "width is 24, .* 27"),
         ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 0, 1, 1, 64, 32, 0), "stride is 0, but must"),
         ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 72, 32, 0), "out is 8 bytes past"),
-        ("gather_taps", (64, 1, 4, 4, 0, 4, 4, 3, 3, 3, 1, 1, 0, 64, [1] * 3, 0), "strides of y are NULL"),
-        ("gather_taps", (64, 1, 4, 4, [1] * 3, 4, 4, 3, 0, 3, 1, 1, 0, 64, [1] * 3, 0), "kh is 0"),
         ("spread_taps", (65, 1, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 64, 32, 0), "g is 1 bytes past"),
         ("silu", (64, 1, 2, 64, 0), r"dtype is 2, but FP4BF16_FLOAT32 \(0\) or FP4BF16_BFLOAT16 \(1\)"),
         ("silu_backward", (0, 64, 1, 0, 64, 0), "silu_backward: g is NULL"),
@@ -378,23 +333,24 @@ def test_wrappers_fill_device_arrays(host_cuda, rng):  # noqa: F811
 
 def test_wrappers_of_convolutions(host_cuda, rng):  # noqa: F811
     geometry = Geometry(2, 4, 5, 4, 5, 3, 3, 3, 1, 1, 1)
-    y, bias, g = operands(host_cuda, rng.standard_normal((2, 4, 5, 27)).astype(F32), np.ones(3, F32),
-                          rng.standard_normal((2, 4, 5, 3)).astype(BFLOAT16))  # fmt: skip
-    out, wide = device.empty((2, 4, 5, 3), "float32", y), device.empty((2, 4, 5, 32), "bfloat16", y)
-    wrapped.gather_taps(y, None, out, geometry, 0)
+    x, weight, g = operands(host_cuda, *(rng.standard_normal(shape).astype(BFLOAT16) for shape in (
+        (2, 4, 5, 8), (3, 3, 3, 8), (2, 4, 5, 3))))  # fmt: skip
+    (bias,) = operands(host_cuda, np.ones(3, F32))
+    out, wide = device.empty((2, 4, 5, 3), "float32", x), device.empty((2, 4, 5, 32), "bfloat16", x)
+    wrapped.conv2d_few(x, weight, None, out, geometry, 0)
     wrapped.spread_taps(g, wide, geometry, 0)
     inner = (out.owner.array * g.owner.array.astype(F32)).sum()
-    spread = wide.owner.array[..., :27].astype(F32)
-    np.testing.assert_allclose((y.owner.array * spread).sum(), inner, rtol=1e-4, atol=1e-4)  # adjoints
+    spread = wide.owner.array[..., :27].astype(F32) @ weight.owner.array.astype(F32).reshape(27, 8)
+    np.testing.assert_allclose((x.owner.array.astype(F32) * spread).sum(), inner, rtol=1e-4, atol=1e-4)
     plain = out.owner.array.copy()
-    wrapped.gather_taps(y, bias, out, geometry, 0)
+    wrapped.conv2d_few(x, weight, bias, out, geometry, 0)
     np.testing.assert_array_equal(out.owner.array, plain + 1)
     wrapped.patches(g, wide, geometry, 0)
     same_bits(wide.owner.array[:, 1:, 1:, :3], g.owner.array[:, :-1, :-1])  # the first tap
-    with pytest.raises(ShapeError, match=r"y has shape \(2, 4, 5, 27\), but \(2, 4, 5, 36\) is needed"):
-        wrapped.gather_taps(y, None, out, geometry._replace(o=4), 0)
+    with pytest.raises(ShapeError, match=r"out has shape \(2, 4, 5, 3\), but \(2, 4, 5, 4\) is needed"):
+        wrapped.conv2d_few(x, weight, None, out, geometry._replace(o=4), 0)
     with pytest.raises(DTypeError, match="out has dtype float32, but bfloat16 is needed"):
-        wrapped.patches(g, y, geometry, 0)
+        wrapped.patches(g, out, geometry, 0)
     with pytest.raises(DTypeError, match="g has dtype int32, but float32 or bfloat16"):
         wrapped.spread_taps(*operands(host_cuda, np.zeros((2, 4, 5, 3), np.int32)), wide, geometry, 0)
 

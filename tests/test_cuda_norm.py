@@ -33,6 +33,14 @@ ODD = [
     (2, 33, 320, 32), (2, 33, 20, 4), (3, 77, 48, 4), (1, 5000, 32, 8), (1, 20000, 16, 4), (2, 9, 144, 4),
     (1, 1, 1, 1), (1, 1, 16, 16),
 ]  # fmt: skip
+#: Slabs of 32 channels: one pixel, three, one more than a warp or a thread block takes; groups of 4, 8, 16
+#: and 32 channels; teams without a slab; parts of an image in a cluster, whole and ragged; channels that are
+#: none.
+SLABS = [
+    (5, 1, 32, 8), (3, 3, 64, 4), (7, 17, 96, 12), (3, 16, 160, 40), (2, 40, 32, 1), (2, 65, 64, 8),
+    (3, 200, 128, 32), (2, 257, 64, 4), (1, 600, 32, 2), (1, 1500, 64, 16), (1, 2049, 32, 8), (2, 64, 96, 3),
+    (3, 17, 16, 4), (4, 3, 24, 6), (2, 17, 48, 12),
+]  # fmt: skip
 #: "odd": addresses and strides that no wide access takes
 LAYOUTS = ["packed", "columns", "odd"]
 
@@ -242,7 +250,7 @@ def check_backward(norm: Norm, got, g, mean, rstd, add=None) -> None:
 
 # ---- on a GPU
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("n, pixels, c, groups", LAYERS + ODD)
+@pytest.mark.parametrize("n, pixels, c, groups", LAYERS + ODD + SLABS)
 def test_forward(library, gpu, rng, n, pixels, c, groups, layout):
     if layout == "odd" and pixels > 1000:
         pytest.skip("the kernels for any shape, seen at smaller ones")
@@ -263,7 +271,7 @@ def test_forward(library, gpu, rng, n, pixels, c, groups, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("n, pixels, c, groups", LAYERS + ODD)
+@pytest.mark.parametrize("n, pixels, c, groups", LAYERS + ODD + SLABS)
 def test_backward(library, gpu, rng, n, pixels, c, groups, layout):
     if layout == "odd" and pixels > 1000:
         pytest.skip("the kernels for any shape, seen at smaller ones")
@@ -278,7 +286,8 @@ def test_backward(library, gpu, rng, n, pixels, c, groups, layout):
         np.testing.assert_array_equal(value.view(np.uint8), got[name].view(np.uint8))
 
 
-@pytest.mark.parametrize("n, pixels, c, groups", [(5, 64, 256, 32), (6, 16, 512, 32), (2, 1024, 64, 16)])
+@pytest.mark.parametrize("n, pixels, c, groups", [(5, 64, 256, 32), (6, 16, 512, 32), (2, 1024, 64, 16),
+                                                   (3, 200, 64, 16), (9, 3, 96, 6)])  # fmt: skip
 def test_an_image_gives_the_same_bits_in_any_batch(library, gpu, rng, n, pixels, c, groups):
     norm = Norm(library, gpu, rng, n, pixels, c, groups)
     whole = norm.forward(expanded=True)
@@ -290,8 +299,16 @@ def test_an_image_gives_the_same_bits_in_any_batch(library, gpu, rng, n, pixels,
             np.testing.assert_array_equal(got[name][0].view(np.uint8), whole[name][i].view(np.uint8))
 
 
+def test_more_images_than_a_grid_has_rows(library, gpu, rng):
+    norm = Norm(library, gpu, rng, 65540, 1, 32, 8)
+    got = norm.forward()
+    check_forward(norm, got)
+    g = rng.standard_normal(norm.shape).astype(BF16)
+    check_backward(norm, norm.backward(g, got["mean"], got["rstd"]), g, got["mean"], got["rstd"])
+
+
 @pytest.mark.parametrize("pixels, c, groups", [(1024, 64, 16), (64, 64, 16), (16, 32, 8), (1, 64, 16),
-                                               (49, 80, 8)])  # fmt: skip
+                                               (49, 80, 8), (200, 96, 12), (17, 64, 2)])  # fmt: skip
 def test_numbers_far_from_zero(library, gpu, rng, pixels, c, groups):
     """Means of a thousand, one outlier among equal numbers, constant groups, zeros."""
     near = 1000 + 4 * rng.integers(-2, 3, (1, pixels, c))

@@ -33,7 +33,7 @@ class HostTorch(adapters.Torch):
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch, host_cuda):  # noqa: F811
-    adapter = HostTorch()
+    adapter, host_cuda.tracked = HostTorch(), False
     monkeypatch.setitem(device._FRAMEWORKS, "torch", adapter)
     for kind in (torch.Tensor, torch.nn.Parameter):
         monkeypatch.setitem(device._KINDS, kind, adapter)

@@ -208,6 +208,28 @@ def test_parameters_live_in_one_buffer():
     assert model.parameter_count() == sum(p.size for p in model.parameters()) <= flat.data.size
 
 
+@pytest.mark.parametrize("how", ["touch", "assign", "load_state"])
+def test_backward_after_the_weights_have_changed(rng, how):
+    """It would take derivatives at neither the old nor the new weights; the device says the same sentence."""
+    model, g = nn.Linear(4, 3), rng.standard_normal((2, 3)).astype(np.float32)
+    x = rng.standard_normal((2, 4)).astype(np.float32)
+    y = model(Variable(x) * 2.0)
+    state = {name: p.data.copy() for name, p in model.named_parameters().items()}
+    if how == "touch":
+        model.flat.data += 1
+        model.flat.touch()
+    elif how == "assign":
+        model.weight.assign(model.weight.data + 1)
+    else:
+        model.load_state_dict(state)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"the weights have changed since this forward \(weight, in "):
+        y.backward(g)
+    assert not model.flat.grad.any()
+    model(x).backward(g)
+    assert model.flat.grad.any()
+
+
 def test_backward_fills_the_flat_gradient(rng):
     model = tiny()
     x = pictures(rng, 2, 4, 4, 12).astype(np.float32)

@@ -89,9 +89,11 @@ def test_base_step_is_the_cpus(gpu, rng):
     config = tiny(f"seed={rng.integers(1 << 30)}", "base.weight_decay=0.05", "base.drop_caption=0.4")
     host, ours, data = pair_of_engines(config)
     before = {name: a.copy() for name, a in host.state().items()}
+    # The device rounds activations to BF16, too. Of 12 seeds the worst were 4.4e-4 (loss), 3.2e-3 (norm), 0.1
+    # (what moved), 0.015 and 0.009 (moments); the limits are three to five times that.
     for step in range(3):
         a, b = host.base_step(data, step, 1e-3), ours.base_step(data, step, 1e-3)
-        assert b.loss == pytest.approx(a.loss, rel=0.02) and b.norm == pytest.approx(a.norm, rel=0.05)
+        assert b.loss == pytest.approx(a.loss, rel=2e-3) and b.norm == pytest.approx(a.norm, rel=0.015)
     assert host.updates == ours.updates == 3
     want, got = host.state(), ours.state()
     assert set(want) == set(got)
@@ -104,7 +106,7 @@ def test_base_step_is_the_cpus(gpu, rng):
     moved = np.concatenate([(want[n] - before[n]).ravel() for n in want if n.startswith("policy.")])
     device_moved = np.concatenate([(got[n] - before[n]).ravel() for n in want if n.startswith("policy.")])
     near(device_moved, moved, 0.3)
-    for kind, tolerance in (("adam.first", 0.05), ("adam.second", 0.1)):
+    for kind, tolerance in (("adam.first", 0.05), ("adam.second", 0.04)):
         a, b = (np.concatenate([s[n].ravel() for n in want if n.startswith(kind)]) for s in (got, want))
         near(a, b, tolerance, kind)
 
@@ -135,7 +137,7 @@ def test_network_without_captions_in_fp4(gpu):
         engine = CudaEngine(model, config, track)
         losses[track] = [engine.base_step(data, step, 3e-3).loss for step in range(6)]
     assert losses[None] != losses["bf16"]
-    np.testing.assert_allclose(losses[None], losses["bf16"], rtol=0.05)
+    np.testing.assert_allclose(losses[None], losses["bf16"], rtol=0.03)  # of 8 seeds the worst was 0.0096
     assert losses[None][-1] < losses[None][0]
 
 
@@ -209,21 +211,26 @@ def test_gradient_of_the_hold_is_that_of_dpo_backward(gpu, rng):
 
 
 # ---- sampling
-def test_pictures_are_the_cpus_and_the_same_in_any_batch(gpu, rng):
+@pytest.mark.parametrize("name", ["ddim", "ancestral"])
+def test_pictures_are_the_cpus_and_the_same_in_any_batch(gpu, rng, name):
     config = tiny("diffusion.chunk=4", f"seed={rng.integers(1 << 30)}")
     pairs = load_pairs(16).select(role="policy", word="face")
     host, ours = (Denoiser(config, Vocabulary.of(pairs.captions)) for _ in range(2))
     seeds, captions = [5, 6, 7, 8, 9, 10], list(pairs.captions[:6])
-    want = host.draw(seeds, captions, 3)
+    want = host.draw(seeds, captions, 3, sampler=name)
     sampler = CudaSampler(ours)
-    got = sampler.draw(seeds, captions, 3)
+
+    def draw(*of, track="bf16"):
+        return sampler.draw(*of, 3, track, name)
+
+    got = draw(seeds, captions)
     assert got.shape == want.shape == (6, 16, 16, 3) and got.dtype == np.float32
     near(got, want, 0.03)
-    np.testing.assert_array_equal(sampler.draw(seeds[3:4], captions[3:4], 3), got[3:4])
-    fp4 = sampler.draw(seeds, captions, 3, "fp4")
+    np.testing.assert_array_equal(draw(seeds[3:4], captions[3:4]), got[3:4])
+    fp4 = draw(seeds, captions, track="fp4")
     assert 0.005 < np.linalg.norm(fp4 - got) / np.linalg.norm(got) < 0.5  # another track, the same pictures
-    np.testing.assert_array_equal(sampler.draw(seeds, captions, 3), got)
-    assert sampler.draw([], [], 3).shape == (0, 16, 16, 3)
+    np.testing.assert_array_equal(draw(seeds, captions), got)
+    assert draw([], []).shape == (0, 16, 16, 3)
 
 
 def test_sample_on_the_device(gpu, finished, tmp_path, capsys):

@@ -171,9 +171,10 @@ def test_loss_beside_the_cpus(whole, tmp_path):
     data, c = base_data(pairs, model, lambda name: subseed(config.seed, name)), config.base
     want = [host.base_step(data, s, learning_rate(s, c.steps, c.lr, c.decay)).loss for s in range(c.steps)]
     got = [line["loss"] for line in lines(whole) if line["stage"] == "base"]
-    np.testing.assert_allclose(got[0], want[0], rtol=5e-3)
-    np.testing.assert_allclose(got, want, rtol=0.1)
-    assert abs(np.mean(got) - np.mean(want)) < 0.01 * np.mean(want)
+    # Of three seeds on the emulated library the worst were 3.3e-5 (first step), 1.2e-3 (any), 1.7e-4 (mean).
+    np.testing.assert_allclose(got[0], want[0], rtol=3e-4)
+    np.testing.assert_allclose(got, want, rtol=0.01)
+    assert abs(np.mean(got) - np.mean(want)) < 1.5e-3 * np.mean(want)
 
 
 def test_cpu_draws_the_gpus_pictures_and_goes_on(whole, tmp_path, monkeypatch):

@@ -249,6 +249,9 @@ def test_work_goes_to_the_current_stream(rng, host_cuda):  # noqa: F811
     host_cuda.streams.clear()
     y.backward(put(case.g))
     assert set(host_cuda.streams) == {9}
+    assert host_cuda.fake.followed == [(7, 9)], "what the forward kept is freed there, and was read here"
+    case.forward().backward(put(case.g))
+    assert len(host_cuda.fake.followed) == 1
 
 
 def test_through_a_graph(rng):

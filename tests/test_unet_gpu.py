@@ -176,3 +176,22 @@ def test_there_and_back(cupy, rng):
     model.cuda(cupy)
     with no_grad():
         assert np.array_equal(device.to_host(case.forward().data), y)
+
+
+def test_the_forwards_stream_waits_for_a_backward_on_another(cupy, rng):
+    """Else what the forward kept, freed and made again there, is written while the backward still reads."""
+    case = Case("tiny", rng, cupy.asarray)
+    case.on_device()  # makes what is made once
+    one, two = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    wide, g = cupy.zeros(1 << 28, np.float32), cupy.asarray(case.g)
+    cupy.cuda.Device().synchronize()
+    with one:
+        y = case.forward()
+    one.synchronize()
+    with two:
+        for _ in range(400):  # 200 ms, many times what a backward takes to be queued
+            wide += 1
+        y.backward(g)
+    assert not two.done and not one.done
+    one.synchronize()
+    assert two.done and one.done

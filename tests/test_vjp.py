@@ -279,3 +279,19 @@ def test_out_of_a_gradient_is_checked(rng):
             function(*arguments, out=(want[0], want[0], *want[2:]))
         with pytest.raises(ValueError, match="stream is 5"):
             function(*arguments, stream=5)
+
+
+def test_out_of_a_convolution_is_checked_by_name_before_any_is_written(rng):
+    g, x, w = single(rng, (1, 3, 3, 4), (1, 5, 5, 16), (4, 3, 3, 16))
+    good = [np.full(a.shape, 7, np.float32) for a in (x, w, w[:, 0, 0, 0])]
+    for i, name in enumerate(("dx", "dw", "dbias")):
+        bad = list(good)
+        bad[i] = np.full((2, *good[i].shape), 7, np.float32)
+        with pytest.raises(fb.ShapeError, match=f"conv2d_vjp: {name}: out has shape"):
+            fb.conv2d_vjp(g, x, w, out=tuple(bad))
+        bad[i] = good[i].astype(np.float64)
+        with pytest.raises(fb.DTypeError, match=f"conv2d_vjp: {name}: out has dtype float64 but the result"):
+            fb.conv2d_vjp(g, x, w, out=tuple(bad))
+        assert all((a == 7).all() for a in good)
+    needs = (True, True, False)
+    assert fb.conv2d_vjp(g, x, w, needs=needs, out=(*good[:2], np.zeros(9)))[2] is None

@@ -7,7 +7,7 @@ the kernels cannot read is copied by `conv_cuda` before.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..device import DeviceArray
 from . import cuda
@@ -63,25 +63,17 @@ def _scale(fields: dict, name: str, x: DeviceArray | None) -> None:
         fields |= {name: x.address, f"{name}_step": int(x.size > 1)}
 
 
-def forward(
-    geo: Geometry, d: DeviceArray, stream: int, *,
+def _arguments(
+    geo: Geometry, d: DeviceArray, *,
     x8: DeviceArray | None = None, w8: DeviceArray | None = None,
     x16: DeviceArray | None = None, w16: DeviceArray | None = None, on_output: bool = False,
     image_scale: DeviceArray | None = None, col_scale: DeviceArray | None = None, alpha: float = 1.0,
     activation: str | None = None, bias: DeviceArray | None = None, bias2: DeviceArray | None = None,
     image_bias: DeviceArray | None = None, residual: DeviceArray | None = None, accumulate: str = "promoted",
-    config: int = 0, simple: bool = False,
-) -> None:  # fmt: skip
-    """d (N, OH, OW, O) = activation(alpha * (scales * (x8 conv w8) + x16 conv w16) + bias + bias2 +
-    image_bias) + residual; without x8 the scales apply to the BF16 product.
-
-    Args:
-        x8, w8: E4M3 bytes (N, H, W, C), (O, kh, kw, C). x16, w16: bfloat16 likewise, or with `on_output`
-            (N, OH, OW, C16) and (O, C16), a 1x1 convolution on the result's own pixels.
-        image_scale: float32, one a picture or one for all. col_scale: float32, one an output channel or one.
-        bias, bias2: (O,), of one dtype. image_bias: (N, O). residual: (N, OH, OW, O).
-        config: a configuration by its number, 0: by shape. simple: the kernel without tensor cores.
-    """
+    config: int = 0, sums: DeviceArray | None = None, expanded: DeviceArray | None = None,
+    expanded_exponent: int = 0,
+) -> Any:  # fmt: skip
+    """The struct of a convolution; see `forward`."""
     fields = geo._asdict() | {
         "d": d.address, "d_dtype": DTYPES[d.dtype], "d_strides": strides(d), "alpha": alpha,
         "activation": ACTIVATIONS[activation], "accumulate": ACCUMULATE[accumulate], "config": config,
@@ -103,7 +95,34 @@ def forward(
         fields["image_bias_stride"] = image_bias.strides[0] if geo.n > 1 else geo.o
     if residual is not None:
         fields["residual_strides"] = strides(residual)
-    call("conv2d_simple" if simple else "conv2d", filled("fp4bf16_conv2d_args", fields), stream)
+    if sums is not None:
+        fields["sums"] = sums.address
+    if expanded is not None:
+        fields |= {"expanded": expanded.address, "expanded_exponent": expanded_exponent}
+    return filled("fp4bf16_conv2d_args", fields)
+
+
+def forward(geo: Geometry, d: DeviceArray, stream: int, *, simple: bool = False, **options: Any) -> None:
+    """d (N, OH, OW, O) = activation(alpha * (scales * (x8 conv w8) + x16 conv w16) + bias + bias2 +
+    image_bias) + residual; without x8 the scales apply to the BF16 product.
+
+    Options:
+        x8, w8: E4M3 bytes (N, H, W, C), (O, kh, kw, C). x16, w16: bfloat16 likewise, or with `on_output`
+            (N, OH, OW, C16) and (O, C16), a 1x1 convolution on the result's own pixels.
+        image_scale: float32, one a picture or one for all. col_scale: float32, one an output channel or one.
+        alpha, activation (None, "silu", "gelu"), accumulate ("promoted", "fast").
+        bias, bias2: (O,), of one dtype. image_bias: (N, O). residual: (N, OH, OW, O).
+        sums: float32 (N, `sum_parts`, O, 2), becomes the sums and sums of squares of a bfloat16 d.
+        expanded: uint8 (N, OH, OW, O), O a multiple of 16, becomes a bfloat16 d in nvfp4_exact (fast search,
+            E4M3) under the outer scale 2^`expanded_exponent`, -119 to 120.
+        config: a configuration by its number, 0: by shape. simple: the kernel without tensor cores.
+    """
+    call("conv2d_simple" if simple else "conv2d", _arguments(geo, d, **options), stream)
+
+
+def sum_parts(geo: Geometry, d: DeviceArray, **options: Any) -> int:
+    """Parts of an image that `sums` of `forward` with these operands and options has; 0: there are none."""
+    return int(cuda.load().lib.fp4bf16_conv2d_sum_parts(_arguments(geo, d, **options)))
 
 
 def dgrad(geo: Geometry, g: DeviceArray, w16: DeviceArray, dx: DeviceArray, stream: int, *,

@@ -96,22 +96,25 @@ def patches(x: DeviceArray, out: DeviceArray, geo: Geometry, stream: int) -> Non
                 geo.stride, geo.top, geo.left, to, width, stream)  # fmt: skip
 
 
-def gather_taps(
-    y: DeviceArray, bias: DeviceArray | None, out: DeviceArray, geo: Geometry, stream: int
-) -> None:
-    """out (N, OH, OW, O) float32 = for each pixel and output the sum over the taps (r, s) of y (N, H, W, O *
-    kh * kw) float32 at (p - top + r, q - left + s), + bias (O,) float32; stride 1.
+def conv2d_few(
+    x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, out: DeviceArray, geo: Geometry,
+    stream: int,
+) -> None:  # fmt: skip
+    """out (N, OH, OW, O) float32 = the convolution of stride 1 of x (N, H, W, C) bfloat16, C a multiple of 8,
+    with weight (O, kh, kw, C) bfloat16, + bias (O,) float32; O * kh * kw at most 64.
     """
-    fits("gather_taps", "y", y, (geo.n, geo.h, geo.w, geo.o * geo.kh * geo.kw), "float32")
-    fits("gather_taps", "out", out, (geo.n, geo.oh, geo.ow, geo.o), "float32")
-    added = 0 if bias is None else whole("gather_taps", "bias", bias, (geo.o,), "float32")
-    device.call("gather_taps", y.address, *y.shape[:3], list(y.strides[:3]), *out.shape[1:], geo.kh, geo.kw,
-                geo.top, geo.left, added, out.address, list(out.strides[:3]), stream)  # fmt: skip
+    op, c = "conv2d_few", x.shape[3]
+    fits(op, "x", x, (geo.n, geo.h, geo.w, c), "bfloat16")
+    fits(op, "out", out, (geo.n, geo.oh, geo.ow, geo.o), "float32")
+    factor = whole(op, "weight", weight, (geo.o, geo.kh, geo.kw, c), "bfloat16")
+    added = 0 if bias is None else whole(op, "bias", bias, (geo.o,), "float32")
+    device.call(op, x.address, *x.shape, list(x.strides[:3]), factor, *out.shape[1:], geo.kh, geo.kw, geo.top,
+                geo.left, added, out.address, list(out.strides[:3]), stream)  # fmt: skip
 
 
 def spread_taps(g: DeviceArray, y: DeviceArray, geo: Geometry, stream: int) -> None:
-    """The adjoint of `gather_taps`: y (N, H, W, width) bfloat16, contiguous = what each pixel gets of g (N,
-    OH, OW, O) float32 or bfloat16 by each output and tap, then zeros.
+    """y (N, H, W, width) bfloat16, contiguous = what each pixel of a convolution of stride 1 gets of the
+    gradient g (N, OH, OW, O) float32 or bfloat16 by each output and tap, then zeros.
     """
     dtype, width = _float_dtype("spread_taps", "g", g), y.shape[3]
     fits("spread_taps", "g", g, (geo.n, geo.oh, geo.ow, geo.o))

@@ -15,8 +15,11 @@ from ..interop import BFLOAT16
 if TYPE_CHECKING:
     from .validate import Case
 
-#: What runs on the GPU so far.
-OPS = ("quantize", "dequantize", "matmul", "linear", "dual", "conv2d", "conv2d_vjp", "certify")
+#: What runs on the GPU; of attention the BF16 track alone (`runs`).
+OPS = (
+    "quantize", "dequantize", "matmul", "linear", "dual", "conv2d", "attention", "conv2d_vjp",
+    "attention_vjp", "certify",
+)  # fmt: skip
 
 
 def _torch(array: np.ndarray) -> Any:
@@ -57,6 +60,11 @@ def backends() -> tuple[list[str], list[str]]:
         except Exception as error:  # not installed, built without CUDA, broken
             absent.append(f"cuda/{name}: {type(error).__name__}: {error}")
     return found, absent
+
+
+def runs(op: str, track: str | None) -> bool:
+    """Whether the library has this track of `op`; "reference" is the framework's own product."""
+    return track != "reference" and (track in (None, "bf16") or not op.startswith("attention"))
 
 
 def options(case: Case) -> list[dict[str, Any]]:

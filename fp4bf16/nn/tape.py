@@ -100,13 +100,26 @@ class Op:
 
 
 class Node:
-    """One recorded call. `edges` lead to the nodes or leaf variables that the inputs came from."""
+    """One recorded call. `edges` lead to the nodes or leaf variables that the inputs came from; `versions`
+    are those of the parameters among them, None of other edges.
+    """
 
-    __slots__ = ("op", "edges", "arrays", "saved", "attrs", "id", "freed", "__weakref__")
+    __slots__ = ("op", "edges", "arrays", "saved", "attrs", "versions", "id", "freed", "__weakref__")
 
     def __init__(self, op: Op, edges: list, arrays: list | None, saved: Any, attrs: dict):
         self.op, self.edges, self.arrays, self.saved, self.attrs = op, edges, arrays, saved, attrs
+        self.versions = [getattr(edge, "version", None) for edge in edges]
         self.id, self.freed = _next_id(), False
+
+    def check_weights(self) -> None:
+        """`RuntimeError` where a parameter has changed: this call's derivative is taken at its old values."""
+        for edge, version in zip(self.edges, self.versions, strict=True):
+            if version is not None and edge.version != version:
+                raise RuntimeError(
+                    f"backward: the weights have changed since this forward ({edge.name or 'a parameter'}, "
+                    f"in {self.op.name!r}); call backward before they are stepped or loaded, or run the "
+                    f"forward again"
+                )
 
     def free(self) -> None:
         self.arrays = self.saved = None
@@ -321,6 +334,8 @@ def _walk(loss: Variable, g: Any, targets: set | None, create_graph: bool, retai
             else:
                 needs = [e is not None and (e in targets or e in wanted) for e in edges]
             if any(needs):
+                if not node.op.direct:  # which looks itself
+                    node.check_weights()
                 for edge, need, g_in in zip(
                     edges, needs, _step(node, g_node, needs, create_graph), strict=True
                 ):

@@ -41,15 +41,25 @@ _USER = (
 
 def add_parsers(subparsers: Any) -> None:
     """Add the commands ``train`` and ``sample``; each sets ``function``, which takes the arguments and
-    returns the exit
-    code."""
+    returns the exit code.
+    """
     train = subparsers.add_parser(
         "train",
         help="train a small diffusion model, then align it by DPO",
         description="Trains a diffusion model on pictures in two drawing styles, explores on the FP4 track, "
-        "labels and "
-        "trains on BF16, and writes a report. The same command again goes on where the run was left.",
+        "labels and trains on BF16, and writes a report. The same command again goes on where the run was "
+        "left.",
     )
+    _add_train(train)
+    train.set_defaults(function=train_command)
+    sample = subparsers.add_parser(
+        "sample", help="draw pictures from a run", description="Draws pictures from a run."
+    )
+    _add_sample(sample)
+    sample.set_defaults(function=sample_command)
+
+
+def _add_train(train: argparse.ArgumentParser) -> None:
     # No argparse choices: an unknown preset gets a sentence with the nearest name.
     train.add_argument(
         "--preset",
@@ -83,10 +93,9 @@ def add_parsers(subparsers: Any) -> None:
         help="begin with trained weights and skip the base training: base (those that ship for the preset), "
         "a checkpoint, or the folder of a run (its base model)",
     )
-    train.set_defaults(function=train_command)
-    sample = subparsers.add_parser(
-        "sample", help="draw pictures from a run", description="Draws pictures from a run."
-    )
+
+
+def _add_sample(sample: argparse.ArgumentParser) -> None:
     of = sample.add_mutually_exclusive_group(required=True)
     of.add_argument("--run", type=Path, metavar="DIR", help="folder of the run")
     of.add_argument(
@@ -120,7 +129,6 @@ def add_parsers(subparsers: Any) -> None:
     sample.add_argument("--weights", default="aligned", metavar="W", help="aligned (default) or base")
     sample.add_argument("--out", type=Path, required=True, metavar="FILE", help="PNG file to write")
     _add_device(sample)
-    sample.set_defaults(function=sample_command)
 
 
 def _add_device(parser: Any) -> None:

@@ -105,14 +105,15 @@ class CudaSampler:
 
     # -------------------------------------------------------------------------------------------- sampling
 
-    def draw(self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16") -> np.ndarray:
-        """Pictures of the policy, as `Denoiser.draw` with the DDIM sampler."""
+    def draw(self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16",
+             sampler: str = "ddim") -> np.ndarray:  # fmt: skip
+        """Pictures of the policy, as `Denoiser.draw`."""
         model = self.model
         if len(seeds) != len(captions):
             raise ShapeError(f"draw: there are {len(captions)} captions but {len(seeds)} seeds; give one "
                              f"caption a seed")  # fmt: skip
         chunk, seeds, bags = model.config.diffusion.chunk, np.array(seeds, np.uint64), model.encode(captions)
-        timesteps, table = coefficients("ddim", model.schedule, steps)
+        timesteps, table = coefficients(sampler, model.schedule, steps)
         pictures = np.empty((len(seeds), *model.shape), np.float32)
         for start in range(0, len(seeds), chunk):
             count = min(chunk, len(seeds) - start)
@@ -122,8 +123,9 @@ class CudaSampler:
             for t, row in zip(timesteps, table, strict=True):
                 device.write(self.memory_of("level", (chunk,), "int64"), np.full(chunk, t))
                 device.write(self.memory_of("coefficients", (8,)), row)
-                self._run(("sample", track, chunk), lambda stream, x=x, bag=bags.shape[1]: self._sample(
-                    stream, x, bag, track))  # fmt: skip
+                device.write(self.memory_of("number", (1,), "uint32"), np.array([t + 1]))
+                self._run(("sample", sampler, track, chunk), lambda stream, x=x, bag=bags.shape[1]:
+                          self._sample(stream, x, bag, track, sampler))  # fmt: skip
             pictures[start : start + count] = device.to_host(x)[:count]
         return np.ascontiguousarray(pixel_shuffle(pictures, model.config.model.unshuffle))
 
@@ -132,18 +134,23 @@ class CudaSampler:
         x = self.memory_of("x", (len(seeds), *self.model.shape))
         device.write(self.memory_of("seeds", seeds.shape, "uint64"), seeds)
         device.write(self.memory_of("number", (1,), "uint32"), np.array([START]))
-        where = self.memory_of("seeds", seeds.shape, "uint64"), self.memory_of("number", (1,), "uint32")
-        cuda_diffusion.normal(*where, x, self._stream(), stream_word=NOISE)
-        return x
+        return self._noise_into(x, self._stream())
 
-    def _sample(self, stream: int, x: DeviceArray, words: int, track: str) -> None:
-        """One step of the sampler."""
+    def _noise_into(self, out: DeviceArray, stream: int) -> DeviceArray:
+        """`out`, filled with the noise whose number lies in its buffer, of the pictures' seeds."""
+        where = self.memory_of("seeds", out.shape[:1], "uint64"), self.memory_of("number", (1,), "uint32")
+        cuda_diffusion.normal(*where, out, stream, stream_word=NOISE)
+        return out
+
+    def _sample(self, stream: int, x: DeviceArray, words: int, track: str, sampler: str) -> None:
+        """One step of the sampler; DDIM here adds no noise."""
         chunk = x.shape[0]
         level, bag = self.memory_of("level", (chunk,), "int64"), self.memory_of("bag", (chunk, words))
         with no_grad(), tracks(None if track == "fp4" else track):
             output = self._network(x, level, bag).data
+        noise = None if sampler == "ddim" else self._noise_into(self.memory_of("z", x.shape), stream)
         table, prediction = self.memory_of("coefficients", (8,)), self.model.prediction
-        cuda_diffusion.sampler_step(device.operand(output, "output"), None, table, prediction, x, stream)
+        cuda_diffusion.sampler_step(device.operand(output, "output"), noise, table, prediction, x, stream)
 
 
 class CudaEngine(CudaSampler):

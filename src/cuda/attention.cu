@@ -12,12 +12,6 @@ constexpr int64_t kMostTokens = (int64_t{1} << 31) - 1024, kMostStride = int64_t
 
 long long ll(int64_t v) { return v; }
 
-fp4bf16_status check_range(const char* op, const char* name, int64_t value, int64_t least, int64_t most) {
-    if (value >= least && value <= most) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but must be %lld to %lld", op, name, ll(value),
-                ll(least), ll(most));
-}
-
 fp4bf16_status check_sizes(const char* op, const fp4bf16_attention_args& a) {
     FP4BF16_TRY(check_range(op, "n", a.n, 0, kMostTokens));
     FP4BF16_TRY(check_range(op, "heads", a.heads, 0, kMostTokens));
@@ -103,7 +97,7 @@ unsigned tiles_of(const fp4bf16_attention_args& a, int64_t tokens) {
 
 template <int kColumns>
 void launch_forward(const fp4bf16_attention_args& a, cudaStream_t stream) {
-    attention_simple_kernel<kColumns><<<tiles_of(a, a.q_tokens), kThreads, 0, stream>>>(a);
+    launch_kernel(attention_simple_kernel<kColumns>, tiles_of(a, a.q_tokens), kThreads, 0, stream, a);
 }
 
 template <int kColumns>
@@ -111,13 +105,13 @@ void launch_backward(const fp4bf16_attention_args& a, cudaStream_t stream) {
     const auto delta = static_cast<float*>(a.workspace);
     if (a.q_tokens > 0) {
         const unsigned grid = tiles_of(a, a.q_tokens);
-        attention_delta_kernel<<<grid, kThreads, 0, stream>>>(a, delta);
-        attention_gradient_kernel<Gradient::kQ, kColumns><<<grid, kThreads, 0, stream>>>(a, delta);
+        launch_kernel(attention_delta_kernel, grid, kThreads, 0, stream, a, delta);
+        launch_kernel(attention_gradient_kernel<Gradient::kQ, kColumns>, grid, kThreads, 0, stream, a, delta);
     }
     if (a.k_tokens > 0) {
         const unsigned grid = tiles_of(a, a.k_tokens);
-        attention_gradient_kernel<Gradient::kK, kColumns><<<grid, kThreads, 0, stream>>>(a, delta);
-        attention_gradient_kernel<Gradient::kV, kColumns><<<grid, kThreads, 0, stream>>>(a, delta);
+        launch_kernel(attention_gradient_kernel<Gradient::kK, kColumns>, grid, kThreads, 0, stream, a, delta);
+        launch_kernel(attention_gradient_kernel<Gradient::kV, kColumns>, grid, kThreads, 0, stream, a, delta);
     }
 }
 
@@ -142,7 +136,7 @@ template <class Kernel>
 fp4bf16_status launch_small(const char* op, Kernel kernel, const fp4bf16_attention_args& a,
                             cudaStream_t stream) {
     const auto grid = static_cast<unsigned>(std::min(kMostTokens, a.n * a.heads));
-    kernel<<<grid, static_cast<unsigned>(32 * ceil_div(a.dim, kSmallChannels)), 0, stream>>>(a);
+    launch_kernel(kernel, grid, static_cast<unsigned>(32 * ceil_div(a.dim, kSmallChannels)), 0, stream, a);
     return cuda_result(cudaGetLastError(), op);
 }
 

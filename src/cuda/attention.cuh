@@ -3,7 +3,7 @@
 
 #include <cuda_bf16.h>
 
-#include "common.h"
+#include "launch.cuh"
 
 namespace fp4bf16 {
 

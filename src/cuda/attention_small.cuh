@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention.cuh"
+#include "mma.cuh"
 
 namespace fp4bf16 {
 
@@ -16,15 +17,6 @@ constexpr int kSmall = 16, kSmallChannels = 64, kMostWarps = 8;
 
 using Blocks = uint32_t[2][kSmallChannels / 8];  // 16 tokens, 64 channels
 using Square = float[2][4];                      // 16 queries, two times 8 keys
-
-__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                           uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 __device__ inline uint32_t transposed(uint32_t block) {
     uint32_t turned;
@@ -151,6 +143,7 @@ __device__ inline void transpose(const uint32_t (&a)[4], uint32_t (&turned)[4]) 
 
 __global__ void __launch_bounds__(32 * kMostWarps)
     attention_small_gradient_kernel(const fp4bf16_attention_args p) {
+    take_turn();
     for (int64_t z = blockIdx.x; z < p.n * p.heads; z += gridDim.x) {
         const SmallHead at(z, p);
         Blocks q, k, v, g;

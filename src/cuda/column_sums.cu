@@ -1,6 +1,7 @@
 // Sums over the rows of a BF16 matrix, the gradient of a bias: parts of the rows first, then the parts.
 #include "common.h"
 #include "each.cuh"
+#include "launch.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -37,6 +38,7 @@ __device__ inline void add_columns(float (&sum)[kCount], const Raw<bf16, kCount>
 template <bool kAligned>
 __global__ void __launch_bounds__(kPartThreads, 2)  // without the 2 the compiler holds one row at a time
     part_sums(const bf16* x, int64_t rows, int64_t c, int64_t stride, int64_t rows_per_part, float* parts) {
+    take_turn();
     constexpr int kAhead = 8;  // rows loaded before the first is added
     __shared__ float shared[kPartThreads * kCount];
     const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * kCount;
@@ -70,6 +72,7 @@ __global__ void __launch_bounds__(kPartThreads, 2)  // without the 2 the compile
 
 // sums += the parts, in double: 32 columns a block, a warp every eighth part, then the warps in order.
 __global__ void __launch_bounds__(kThreads) add_parts(const float* parts, int count, int64_t c, float* sums) {
+    take_turn();
     constexpr int kWarps = kThreads / 32;
     __shared__ double shared[kWarps][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -109,10 +112,10 @@ extern "C" fp4bf16_status fp4bf16_column_sums(const void* x, int64_t rows, int64
     const auto to = static_cast<float*>(workspace);
     const auto s = static_cast<cudaStream_t>(stream);
     if (in_vectors(x, rows, c, x_stride, 2))
-        part_sums<true><<<grid, block, 0, s>>>(from, rows, c, x_stride, rows_per_part, to);
+        launch_kernel(part_sums<true>, grid, block, 0, s, from, rows, c, x_stride, rows_per_part, to);
     else
-        part_sums<false><<<grid, block, 0, s>>>(from, rows, c, x_stride, rows_per_part, to);
-    add_parts<<<static_cast<unsigned>(ceil_div(c, 32)), kThreads, 0, s>>>(to, static_cast<int>(parts), c,
-                                                                          sums);
+        launch_kernel(part_sums<false>, grid, block, 0, s, from, rows, c, x_stride, rows_per_part, to);
+    launch_kernel(add_parts, static_cast<unsigned>(ceil_div(c, 32)), kThreads, 0, s, to,
+                  static_cast<int>(parts), c, sums);
     return cuda_result(cudaGetLastError(), "column_sums");
 }

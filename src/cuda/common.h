@@ -18,6 +18,8 @@ fp4bf16_status check_matrix(const char* function, const char* name, const void* 
                             int64_t k, int64_t stride, int64_t alignment);
 fp4bf16_status check_pointer(const char* function, const char* name, const void* pointer, int64_t alignment);
 fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype);
+fp4bf16_status check_range(const char* function, const char* name, int64_t value, int64_t least,
+                           int64_t most);
 fp4bf16_status check_group(const char* function, const char* name, int64_t rows_per_group);
 // The groups of an outer scale: mid * inner rows must not overflow.
 fp4bf16_status check_groups(const char* function, int64_t mid, int64_t inner);

@@ -15,12 +15,6 @@ constexpr int64_t kMostSize = int64_t{1}
 
 long long ll(int64_t v) { return v; }
 
-fp4bf16_status check_range(const char* op, const char* name, int64_t value, int64_t least, int64_t most) {
-    if (value >= least && value <= most) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but must be %lld to %lld", op, name, ll(value),
-                ll(least), ll(most));
-}
-
 // The dtype of an operand that is there.
 fp4bf16_status check_operand_dtype(const char* op, const char* name, fp4bf16_dtype dtype) {
     return check_range(op, name, dtype, FP4BF16_FLOAT32, FP4BF16_FLOAT16);
@@ -251,12 +245,43 @@ fp4bf16_status conv2d_on_sm90(const char* op, fp4bf16_conv2d_args* a, cudaStream
         return fail(FP4BF16_INVALID_ARGUMENT,
                     "%s: there is no configuration %d for these arguments; 0 lets the library choose", op,
                     static_cast<int>(a->config));
-    return sm90_conv2d(*a, stream);
+    FP4BF16_TRY(sm90_conv2d(*a, stream));
+    return a->expanded == nullptr ? FP4BF16_OK : expand_result(op, *a, stream);
 }
 
 bool hopper_or_no_device(const char* op) {
     int major = 9, minor = 0;
     return compute_capability(op, &major, &minor) != FP4BF16_OK || major == 9;
+}
+
+// Without a device: sm_90's.
+int64_t sum_parts_of(const fp4bf16_conv2d_args& a) {
+    return hopper_or_no_device("conv2d_sum_parts") && sm90_takes(a) ? sm90_conv2d_sum_parts(a) : 0;
+}
+
+// What is made of the result beside it.
+fp4bf16_status check_more_results(const char* op, const fp4bf16_conv2d_args& a) {
+    if (a.sums != nullptr) {
+        FP4BF16_TRY(check_pointer(op, "sums", a.sums, 8));
+        if (sum_parts_of(a) == 0)
+            return fail(FP4BF16_INVALID_ARGUMENT,
+                        "%s: sums is given, but fp4bf16_conv2d_sum_parts is 0 for a result (%lld, %lld, "
+                        "%lld, %lld) of this dtype, place and configuration; pass NULL, and group_norm "
+                        "computes its statistics itself",
+                        op, ll(a.n), ll(a.oh), ll(a.ow), ll(a.o));
+    }
+    if (a.expanded == nullptr) return FP4BF16_OK;
+    FP4BF16_TRY(check_pointer(op, "expanded", a.expanded, 16));
+    FP4BF16_TRY(check_range(op, "expanded_exponent", a.expanded_exponent, -119, 120));
+    if (a.d_dtype != FP4BF16_BFLOAT16)
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "%s: expanded is the result as it is stored in BF16 (dtype %d), but d_dtype is %d; pass "
+                    "a BF16 d, or quantise d",
+                    op, static_cast<int>(FP4BF16_BFLOAT16), static_cast<int>(a.d_dtype));
+    if (a.o % 16 == 0) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "%s: expanded has blocks of 16 channels, but o is %lld; pad the weight with rows of zeros",
+                op, ll(a.o));
 }
 
 bool wgrad_on_sm90(const fp4bf16_conv2d_wgrad_args& a) { return usual(a) && a.c > 0; }
@@ -271,10 +296,11 @@ extern "C" fp4bf16_status fp4bf16_conv2d(const fp4bf16_conv2d_args* args, void* 
     fp4bf16_conv2d_args a = *args;
     FP4BF16_TRY(check_conv2d("conv2d", &a));
     if (a.n == 0 || a.oh == 0 || a.ow == 0 || a.o == 0) return FP4BF16_OK;
+    FP4BF16_TRY(check_more_results("conv2d", a));
     bool hopper = false;
     FP4BF16_TRY(find_hopper("conv2d", &hopper));
     const auto s = static_cast<cudaStream_t>(stream);
-    return hopper && sm90_takes(a) ? conv2d_on_sm90("conv2d", &a, s) : simple_conv2d("conv2d", a, s);
+    return hopper && sm90_takes(a) ? conv2d_on_sm90("conv2d", &a, s) : simple_conv2d("conv2d", a, 0, s);
 }
 
 extern "C" fp4bf16_status fp4bf16_conv2d_simple(const fp4bf16_conv2d_args* args, void* stream) {
@@ -282,7 +308,19 @@ extern "C" fp4bf16_status fp4bf16_conv2d_simple(const fp4bf16_conv2d_args* args,
     fp4bf16_conv2d_args a = *args;
     FP4BF16_TRY(check_conv2d("conv2d_simple", &a));
     if (a.n == 0 || a.oh == 0 || a.ow == 0 || a.o == 0) return FP4BF16_OK;
-    return simple_conv2d("conv2d_simple", a, static_cast<cudaStream_t>(stream));
+    FP4BF16_TRY(check_more_results("conv2d_simple", a));
+    const int64_t parts = a.sums == nullptr ? 0 : sum_parts_of(a);
+    return simple_conv2d("conv2d_simple", a, parts, static_cast<cudaStream_t>(stream));
+}
+
+extern "C" int64_t fp4bf16_conv2d_sum_parts(const fp4bf16_conv2d_args* args) {
+    const char* op = "conv2d_sum_parts";
+    if (check_pointer(op, "args", args, alignof(fp4bf16_conv2d_args)) != FP4BF16_OK) return 0;
+    const fp4bf16_conv2d_args& a = *args;  // whose arrays need not be there yet
+    if (check_geometry(op, a) != FP4BF16_OK || check_range(op, "c8", a.c8, 0, kMostCount) != FP4BF16_OK ||
+        check_range(op, "c16", a.c16, 0, kMostCount) != FP4BF16_OK)
+        return 0;
+    return sum_parts_of(a);
 }
 
 // Without a device the answer is sm_90's.

@@ -5,7 +5,11 @@
 
 namespace fp4bf16 {
 
-fp4bf16_status simple_conv2d(const char* op, const fp4bf16_conv2d_args& args, cudaStream_t stream);
+// parts: of args.sums
+fp4bf16_status simple_conv2d(const char* op, const fp4bf16_conv2d_args& args, int64_t parts,
+                             cudaStream_t stream);
+// args.expanded, of what args.d holds
+fp4bf16_status expand_result(const char* op, const fp4bf16_conv2d_args& args, cudaStream_t stream);
 fp4bf16_status simple_conv2d_dgrad(const char* op, const fp4bf16_conv2d_dgrad_args& args,
                                    cudaStream_t stream);
 fp4bf16_status simple_conv2d_wgrad(const char* op, const fp4bf16_conv2d_wgrad_args& args,

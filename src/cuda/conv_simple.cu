@@ -2,6 +2,8 @@
 // element of the result: what the fast ones are checked with on the device, and what other GPUs than sm_90
 // run.
 #include "conv.h"
+#include "launch.cuh"
+#include "quantize.cuh"
 #include "simple.cuh"
 
 namespace fp4bf16 {
@@ -46,6 +48,7 @@ struct Track {
 
 // The scales stand between the two tracks: the FP4 sum is multiplied, the BF16 sum then added to it.
 __global__ void __launch_bounds__(kThreads) conv2d_kernel(const __grid_constant__ fp4bf16_conv2d_args a) {
+    take_turn();
     const Track<uint8_t> fp4{a.x8, a.w8, a.x8_strides, a.w8_stride, a.c8,  a.h,
                              a.w,  a.kh, a.kw,         a.stride,    a.top, a.left};
     const bool own_grid = a.x16_on_output == 0;
@@ -80,9 +83,51 @@ __global__ void __launch_bounds__(kThreads) conv2d_kernel(const __grid_constant_
     }
 }
 
+// Image, part and channel a thread: sums of what is stored. Parts are runs of pixels, as equal as can be.
+__global__ void __launch_bounds__(kThreads)
+    sums_kernel(const __grid_constant__ fp4bf16_conv2d_args a, int64_t parts) {
+    take_turn();
+    const auto* d = static_cast<const __nv_bfloat16*>(a.d);
+    const int64_t elements = a.n * parts * a.o, pixels = a.oh * a.ow;
+    for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < elements;
+         e += int64_t{kThreads} * gridDim.x) {
+        const int64_t c = e % a.o, part = e / a.o % parts, i = e / a.o / parts;
+        float sum = 0.0f, squares = 0.0f;
+        for (int64_t p = part * pixels / parts; p < (part + 1) * pixels / parts; ++p) {
+            const float v = decode(d[at(a.d_strides, i, p / a.ow, p % a.ow) + c]);
+            sum += v;
+            squares = __fmaf_rn(v, v, squares);
+        }
+        a.sums[2 * e] = sum, a.sums[2 * e + 1] = squares;
+    }
+}
+
+// Sixteen channels a thread, by the quantiser's definition.
+__global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant__ fp4bf16_conv2d_args a) {
+    take_turn();
+    const auto* d = static_cast<const __nv_bfloat16*>(a.d);
+    const Rule rule = {FP4BF16_NVFP4_EXACT, FP4BF16_RULE_DEFAULT, false, false};
+    const Outer outer = {power_of_two(-a.expanded_exponent), power_of_two(a.expanded_exponent), 0.0f};
+    const int64_t blocks = a.n * a.oh * a.ow * (a.o / 16);
+    for (int64_t b = blockIdx.x * int64_t{kThreads} + threadIdx.x; b < blocks;
+         b += int64_t{kThreads} * gridDim.x) {
+        const Place p(b, a.oh, a.ow, a.o / 16);
+        const __nv_bfloat16* from = d + at(a.d_strides, p.i, p.y, p.x) + 16 * p.c;
+        float x[16];
+        for (int j = 0; j < 16; ++j) x[j] = decode(from[j]);
+        Philox unused(0, 0, 0);
+        Codes<16> codes;
+        int counts[kCounts] = {};
+        quantize_block(x, 16, 16, rule, outer, &unused, 0, 0, false, &codes, counts);
+        for (int j = 0; j < 16; ++j)
+            a.expanded[16 * b + j] = static_cast<uint8_t>(expanded_byte(codes.code[j], codes.byte));
+    }
+}
+
 // A pixel of the picture takes from those of the result that lie a whole number of strides before it.
 __global__ void __launch_bounds__(kThreads)
     dgrad_kernel(const __grid_constant__ fp4bf16_conv2d_dgrad_args a) {
+    take_turn();
     const auto* g = static_cast<const __nv_bfloat16*>(a.g);
     const auto* w = static_cast<const __nv_bfloat16*>(a.w16);
     const int64_t elements = a.n * a.h * a.w * a.c;
@@ -110,6 +155,7 @@ __global__ void __launch_bounds__(kThreads)
 // (o, kh * kw * c) of a row of dw is that of db.
 __global__ void __launch_bounds__(kThreads)
     wgrad_kernel(const __grid_constant__ fp4bf16_conv2d_wgrad_args a) {
+    take_turn();
     const auto* g = static_cast<const __nv_bfloat16*>(a.g);
     const auto* x = static_cast<const __nv_bfloat16*>(a.x);
     const int64_t columns = a.kh * a.kw * a.c, width = columns + (a.db != nullptr ? 1 : 0);
@@ -139,20 +185,33 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-fp4bf16_status simple_conv2d(const char* op, const fp4bf16_conv2d_args& args, cudaStream_t stream) {
-    conv2d_kernel<<<grid_for(args.n * args.oh * args.ow * args.o), kThreads, 0, stream>>>(args);
+fp4bf16_status simple_conv2d(const char* op, const fp4bf16_conv2d_args& args, int64_t parts,
+                             cudaStream_t stream) {
+    launch_kernel(conv2d_kernel, grid_for(args.n * args.oh * args.ow * args.o), kThreads, 0, stream, args);
+    FP4BF16_TRY(cuda_result(cudaGetLastError(), op));
+    if (args.sums != nullptr) {
+        launch_kernel(sums_kernel, grid_for(args.n * parts * args.o), kThreads, 0, stream, args, parts);
+        FP4BF16_TRY(cuda_result(cudaGetLastError(), op));
+    }
+    return args.expanded == nullptr ? FP4BF16_OK : expand_result(op, args, stream);
+}
+
+fp4bf16_status expand_result(const char* op, const fp4bf16_conv2d_args& args, cudaStream_t stream) {
+    const int64_t blocks = args.n * args.oh * args.ow * (args.o / 16);
+    launch_kernel(expand_kernel, grid_for(blocks), kThreads, 0, stream, args);
     return cuda_result(cudaGetLastError(), op);
 }
 
 fp4bf16_status simple_conv2d_dgrad(const char* op, const fp4bf16_conv2d_dgrad_args& args,
                                    cudaStream_t stream) {
-    dgrad_kernel<<<grid_for(args.n * args.h * args.w * args.c), kThreads, 0, stream>>>(args);
+    launch_kernel(dgrad_kernel, grid_for(args.n * args.h * args.w * args.c), kThreads, 0, stream, args);
     return cuda_result(cudaGetLastError(), op);
 }
 
 fp4bf16_status simple_conv2d_wgrad(const char* op, const fp4bf16_conv2d_wgrad_args& args,
                                    cudaStream_t stream) {
-    wgrad_kernel<<<grid_for(args.o * (args.kh * args.kw * args.c + 1)), kThreads, 0, stream>>>(args);
+    launch_kernel(wgrad_kernel, grid_for(args.o * (args.kh * args.kw * args.c + 1)), kThreads, 0, stream,
+                  args);
     return cuda_result(cudaGetLastError(), op);
 }
 

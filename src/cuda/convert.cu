@@ -2,6 +2,7 @@
 // 16-byte accesses where rows are contiguous and aligned, a transposing tile where the rows' direction is the
 // contiguous one, one element at a time otherwise.
 #include "common.h"
+#include "launch.cuh"
 #include "elementwise.cuh"
 
 namespace fp4bf16 {
@@ -20,6 +21,7 @@ constexpr int kStep = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out))
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads)
     convert_rows(const Strided<In> x, Out* __restrict__ out, int64_t out_stride) {
+    take_turn();
     constexpr int kCount = kStep<In, Out>;
     const int64_t vectors = out_stride / kCount, piece = int64_t{blockDim.x} * kUnroll;
     const int64_t row_step = int64_t{gridDim.x} * blockDim.y;
@@ -58,6 +60,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads)
     convert_transposed(const Strided<In> x, Out* __restrict__ out, int64_t out_stride) {
+    take_turn();
     constexpr int kTile = 64;
     __shared__ float tile[kTile][kTile + 1];  // (k, rows)
     const int64_t tiles_r = (x.rows + kTile - 1) / kTile, tiles_k = (out_stride + kTile - 1) / kTile;
@@ -84,6 +87,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads)
     convert_any(const Strided<In> x, Out* __restrict__ out, int64_t out_stride) {
+    take_turn();
     constexpr int kColumns = 128;
     const int64_t pieces = (out_stride + kColumns - 1) / kColumns,
                   warps = int64_t{gridDim.x} * (kThreads / 32);
@@ -122,13 +126,15 @@ void launch_convert(Strided<In> x, Out* out, int64_t out_stride, cudaStream_t st
     if ((x.k_stride == 1 || x.k <= 1) && rows_aligned && aligned(x.data, kCount * sizeof(In)) &&
         aligned(out, kCount * sizeof(Out))) {
         const RowGrid g(x.rows, out_stride / kCount, x.batch);
-        convert_rows<<<g.grid, g.block, 0, stream>>>(x, out, out_stride);
+        launch_kernel(convert_rows<In, Out>, g.grid, g.block, 0, stream, x, out, out_stride);
     } else if (x.row_stride == 1 && x.k_stride != 1 && x.rows > 8) {
         const int64_t tiles = ceil_div(x.rows, 64) * ceil_div(out_stride, 64);
-        convert_transposed<<<limited(tiles * x.batch), kThreads, 0, stream>>>(x, out, out_stride);
+        launch_kernel(convert_transposed<In, Out>, limited(tiles * x.batch), kThreads, 0, stream, x, out,
+                      out_stride);
     } else {
         const int64_t warps = x.batch * x.rows * ceil_div(out_stride, 128);
-        convert_any<<<limited(ceil_div(warps, kThreads / 32)), kThreads, 0, stream>>>(x, out, out_stride);
+        launch_kernel(convert_any<In, Out>, limited(ceil_div(warps, kThreads / 32)), kThreads, 0, stream, x,
+                      out, out_stride);
     }
 }
 

@@ -6,6 +6,7 @@
 #include <cuda_fp8.h>
 
 #include "common.h"
+#include "launch.cuh"
 #include "elementwise.cuh"
 #include "fp4.cuh"
 #include "scheduler.cuh"
@@ -107,6 +108,7 @@ __global__ void __launch_bounds__(kThreads)
     dequantize_flat(const uint8_t* __restrict__ packed, const uint8_t* __restrict__ block_scale,
                     const float* __restrict__ outer_scale, T* __restrict__ x, const uint32_t vectors,
                     const Divisor per_outer) {
+    take_turn();
     constexpr int kCount = kVector<T>, kBytes = kKind == kFp8 ? kCount : kCount / 2;
     constexpr uint32_t kVectorsPerScale = (kKind == kMxfp4 ? 32 : 16) / kCount;
     const uint32_t first = blockIdx.x * (kThreads * kAtOnce) + threadIdx.x;
@@ -138,6 +140,7 @@ __global__ void __launch_bounds__(kThreads)
 template <Kind kKind, typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_rows(const Source s, T* __restrict__ x, int64_t x_stride) {
+    take_turn();
     constexpr int kCount = kVector<T>, kBytes = kKind == kFp8 ? kCount : kCount / 2;
     constexpr int kVectorsPerScale = (kKind == kMxfp4 ? 32 : 16) / kCount;
     const int k = static_cast<int>(s.k), vectors = (k + kCount - 1) / kCount;  // 32 bits are enough in a row
@@ -192,6 +195,7 @@ inline unsigned limited(int64_t blocks) {
 template <Kind kKind, bool kWhole, typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_columns(const Source s, T* __restrict__ x, const Layout to) {
+    take_turn();
     constexpr int kColumns = 16, kPart = 8, kBytes = kKind == kFp8 ? kPart : kPart / 2;
     constexpr int kTileK = kColumns * (kThreads / 32);
     const int64_t tiles_r = (s.rows + 31) / 32, tiles_k = (s.k + kTileK - 1) / kTileK;
@@ -227,6 +231,7 @@ __global__ void __launch_bounds__(kThreads)
 template <Kind kKind, typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_any(const Source s, T* __restrict__ x, const Layout to) {
+    take_turn();
     constexpr int kColumns = 256;
     const int64_t pieces = (s.k + kColumns - 1) / kColumns, warps = int64_t{gridDim.x} * (kThreads / 32);
     for (int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) / 32; i < s.rows * pieces; i += warps) {
@@ -260,11 +265,11 @@ void launch_flat(const Source& s, T* x, cudaStream_t stream) {
     const auto n = static_cast<uint32_t>(vectors);
     // Several at once hide the latency of memory; with few in all, they would leave multiprocessors idle.
     if (vectors >= int64_t{kThreads} * kAtOnce * 512)
-        dequantize_flat<kKind, T, kAtOnce><<<ceil_div(vectors, kThreads * kAtOnce), kThreads, 0, stream>>>(
-            s.packed, s.block_scale, s.outer_scale, x, n, per_outer);
+        launch_kernel(dequantize_flat<kKind, T, kAtOnce>, ceil_div(vectors, kThreads * kAtOnce), kThreads, 0,
+                      stream, s.packed, s.block_scale, s.outer_scale, x, n, per_outer);
     else
-        dequantize_flat<kKind, T, 1><<<ceil_div(vectors, kThreads), kThreads, 0, stream>>>(
-            s.packed, s.block_scale, s.outer_scale, x, n, per_outer);
+        launch_kernel(dequantize_flat<kKind, T, 1>, ceil_div(vectors, kThreads), kThreads, 0, stream,
+                      s.packed, s.block_scale, s.outer_scale, x, n, per_outer);
 }
 
 template <Kind kKind, typename T>
@@ -277,20 +282,21 @@ void launch_dequantize(const Source& s, T* x, const Layout& to, cudaStream_t str
     // A row's last vector is loaded whole: FP4 rows are padded to blocks, FP8 rows must end on a vector.
     if (fast && (kKind != kFp8 || s.k % kCount == 0)) {
         const RowGrid g(s.rows, ceil_div(s.k, kCount));
-        dequantize_rows<kKind, T><<<g.grid, g.block, 0, stream>>>(s, x, to.x_stride);
+        launch_kernel(dequantize_rows<kKind, T>, g.grid, g.block, 0, stream, s, x, to.x_stride);
         return;
     }
     if (to.after == 1) {
         const int64_t warps = s.rows * ceil_div(s.k, 256);
-        dequantize_any<kKind, T><<<limited(ceil_div(warps, kThreads / 32)), kThreads, 0, stream>>>(s, x, to);
+        launch_kernel(dequantize_any<kKind, T>, limited(ceil_div(warps, kThreads / 32)), kThreads, 0, stream,
+                      s, x, to);
         return;
     }
     const unsigned grid = limited(ceil_div(s.rows, 32) * ceil_div(s.k, 128));
     const int64_t word = kKind == kFp8 ? 8 : 4;
     if (aligned(s.packed, word) && s.packed_stride % word == 0)
-        dequantize_columns<kKind, true, T><<<grid, kThreads, 0, stream>>>(s, x, to);
+        launch_kernel(dequantize_columns<kKind, true, T>, grid, kThreads, 0, stream, s, x, to);
     else
-        dequantize_columns<kKind, false, T><<<grid, kThreads, 0, stream>>>(s, x, to);
+        launch_kernel(dequantize_columns<kKind, false, T>, grid, kThreads, 0, stream, s, x, to);
 }
 
 // ---- expand: one block of 16 codes and its scale -> 16 E4M3 bytes, one store
@@ -330,6 +336,7 @@ template <bool kCount, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     expand_kernel(const uint8_t* __restrict__ packed, const uint8_t* __restrict__ block_scale, int64_t rows,
                   int64_t blocks, uint8_t* __restrict__ expanded, int64_t stride, int32_t* inexact) {
+    take_turn();
     int count = 0;
     const int64_t vectors = (stride + 15) / 16, piece = int64_t{blockDim.x} * kUnroll;
     const int64_t row_step = int64_t{gridDim.x} * blockDim.y;
@@ -373,8 +380,8 @@ template <bool kCount, bool kAligned>
 void launch_expand(const uint8_t* packed, const uint8_t* block_scale, int64_t rows, int64_t blocks,
                    uint8_t* expanded, int64_t stride, int32_t* inexact, cudaStream_t stream) {
     const RowGrid g(rows, ceil_div(stride, 16));
-    expand_kernel<kCount, kAligned>
-        <<<g.grid, g.block, 0, stream>>>(packed, block_scale, rows, blocks, expanded, stride, inexact);
+    launch_kernel(expand_kernel<kCount, kAligned>, g.grid, g.block, 0, stream, packed, block_scale, rows,
+                  blocks, expanded, stride, inexact);
 }
 
 fp4bf16_status check_format(const char* op, fp4bf16_format format) {

@@ -91,6 +91,13 @@ fp4bf16_status check_matrix(const char* function, const char* name, const void* 
     return rows == 0 || k == 0 ? FP4BF16_OK : check_pointer(function, name, pointer, alignment);
 }
 
+fp4bf16_status check_range(const char* function, const char* name, int64_t value, int64_t least,
+                           int64_t most) {
+    if (value >= least && value <= most) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but must be %lld to %lld", function, name,
+                static_cast<long long>(value), static_cast<long long>(least), static_cast<long long>(most));
+}
+
 fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype) {
     if (dtype == FP4BF16_FLOAT32 || dtype == FP4BF16_BFLOAT16 || dtype == FP4BF16_FLOAT16) return FP4BF16_OK;
     return fail(FP4BF16_INVALID_ARGUMENT,

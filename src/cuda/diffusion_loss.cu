@@ -2,6 +2,7 @@
 // Sums are double, each in an order that depends on the shape alone.
 #include "common.h"
 #include "each.cuh"
+#include "launch.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -42,6 +43,7 @@ __device__ inline Vector<float, kGroup> load_group(const float* from, int64_t le
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads, 4)
     squared_error(const float* output, const float* target, int64_t n, int64_t count, double* errors) {
+    take_turn();
     constexpr int kAhead = 4;
     constexpr int64_t kStep = int64_t{kThreads} * kGroup;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
@@ -108,6 +110,7 @@ __device__ inline double softplus(double x) { return fmax(x, 0.0) + log1p(exp(-f
 // Wallace et al. 2023, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14: one block.
 __global__ void __launch_bounds__(kThreads) dpo(const double* errors, const double* reference, int64_t pairs,
                                                 double beta, double* weight, double* stats) {
+    take_turn();
     const auto count = static_cast<double>(pairs);
     const double half = beta / 2;
     double sums[9] = {};
@@ -146,9 +149,9 @@ extern "C" fp4bf16_status fp4bf16_squared_error(const float* output, const float
     const unsigned grid = static_cast<unsigned>(n < 0x7FFFFFFF ? n : 0x7FFFFFFF);
     const auto s = static_cast<cudaStream_t>(stream);
     if (in_vectors(output, n, count, count, 4) && in_vectors(target, n, count, count, 4))
-        squared_error<true><<<grid, kThreads, 0, s>>>(output, target, n, count, errors);
+        launch_kernel(squared_error<true>, grid, kThreads, 0, s, output, target, n, count, errors);
     else
-        squared_error<false><<<grid, kThreads, 0, s>>>(output, target, n, count, errors);
+        launch_kernel(squared_error<false>, grid, kThreads, 0, s, output, target, n, count, errors);
     return cuda_result(cudaGetLastError(), "squared_error");
 }
 
@@ -176,6 +179,7 @@ extern "C" fp4bf16_status fp4bf16_dpo(const double* errors, const double* refere
     FP4BF16_TRY(check_matrix("dpo", "reference", reference, 2, pairs, pairs, 8));
     FP4BF16_TRY(check_matrix("dpo", "weight", weight, 2, pairs, pairs, 8));
     FP4BF16_TRY(check_pointer("dpo", "stats", stats, 8));
-    dpo<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(errors, reference, pairs, beta, weight, stats);
+    launch_kernel(dpo, 1, kThreads, 0, static_cast<cudaStream_t>(stream), errors, reference, pairs, beta,
+                  weight, stats);
     return cuda_result(cudaGetLastError(), "dpo");
 }

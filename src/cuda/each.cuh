@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "elementwise.cuh"
+#include "launch.cuh"
 
 namespace fp4bf16 {
 
@@ -11,6 +12,7 @@ namespace fp4bf16 {
 // that enough loads are under way. Op has a type Loaded, load(item) and store(Loaded).
 template <typename Op>
 __global__ void __launch_bounds__(kThreads) each_kernel(const Op op, int64_t items) {
+    take_turn();
     constexpr int64_t kBlock = int64_t{kThreads} * Op::kItems;
     for (int64_t first = blockIdx.x * kBlock + threadIdx.x; first < items; first += gridDim.x * kBlock) {
         typename Op::Loaded loaded[Op::kItems];
@@ -27,7 +29,8 @@ template <typename Op>
 void launch_each(const Op& op, int64_t items, void* stream) {
     const int64_t blocks = ceil_div(items, int64_t{kThreads} * Op::kItems);
     const unsigned grid = static_cast<unsigned>(blocks < 0x7FFFFFFF ? blocks : 0x7FFFFFFF);
-    if (grid > 0) each_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(op, items);
+    if (grid > 0)
+        launch_kernel(each_kernel<Op>, grid, kThreads, 0, static_cast<cudaStream_t>(stream), op, items);
 }
 
 // A vector as the words it is loaded in: to take it apart waits for the load, which is for `store` to do.

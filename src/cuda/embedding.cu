@@ -3,6 +3,7 @@
 
 #include "common.h"
 #include "each.cuh"
+#include "launch.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -73,6 +74,7 @@ struct TakeRows {
 __global__ void __launch_bounds__(kThreads)
     take_rows_backward(const bf16* g, int64_t g_stride, const int64_t* index, int64_t rows, int64_t dim,
                        float* dweight, int64_t count) {
+    take_turn();
     constexpr int kWarps = kThreads / 32, kAhead = 8;  // rows loaded before the first is added
     __shared__ uint32_t found[kWarps];
     __shared__ int list[kThreads];
@@ -174,7 +176,7 @@ extern "C" fp4bf16_status fp4bf16_take_rows_backward(const void* g, int64_t g_st
                     static_cast<long long>(dim), 65535 * kThreads);
     const dim3 grid(static_cast<unsigned>(count < 0x7FFFFFFF ? count : 0x7FFFFFFF),
                     static_cast<unsigned>(pieces));
-    take_rows_backward<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const bf16*>(g), g_stride, index, rows, dim, dweight, count);
+    launch_kernel(take_rows_backward, grid, kThreads, 0, static_cast<cudaStream_t>(stream),
+                  static_cast<const bf16*>(g), g_stride, index, rows, dim, dweight, count);
     return cuda_result(cudaGetLastError(), "take_rows_backward");
 }

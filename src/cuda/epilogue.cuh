@@ -166,15 +166,23 @@ __device__ inline void store_float(const Epilogue& e, const float (&acc)[kAccumu
             make_float2(acc[i], acc[i + 1]);
 }
 
-// Columns 64 `box` .. + 63 of a fragment, 64 rows of 128 bytes in shared memory under the 128-byte swizzle.
-template <int kDtype, int kAccumulators>
+// Where 16-byte chunk `chunk` of row `row` of a box of 64 or 32 16-bit columns lies: under the 128-byte
+// swizzle the chunks of eight rows of 128 bytes change places, under that of 64 bytes those of four pairs of
+// rows.
+template <int kColumns>
+__device__ inline int box_offset(int row, int chunk) {
+    static_assert(kColumns == 64 || kColumns == 32);
+    return row * 2 * kColumns + (chunk ^ (kColumns == 64 ? row % 8 : row / 2 % 4)) * 16;
+}
+
+// Columns kColumns `box` .. + kColumns - 1 of a fragment of 64 rows into shared memory.
+template <int kDtype, int kColumns = 64, int kAccumulators>
 __device__ inline void stage_box(const float (&acc)[kAccumulators], int box, uint32_t memory) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {  // two n8 groups: 16 rows x 16 columns
-        const float* v = acc + 4 * (8 * box + j);
-        const int chunk = (j + lane / 16) ^ (row % 8);
-        ptx::store_matrices(memory + row * 128 + chunk * 16, pack_pair<kDtype>(v[0], v[1]),
+    for (int j = 0; j < kColumns / 8; j += 2) {  // two n8 groups: 16 rows x 16 columns
+        const float* v = acc + 4 * (kColumns / 8 * box + j);
+        ptx::store_matrices(memory + box_offset<kColumns>(row, j + lane / 16), pack_pair<kDtype>(v[0], v[1]),
                             pack_pair<kDtype>(v[2], v[3]), pack_pair<kDtype>(v[4], v[5]),
                             pack_pair<kDtype>(v[6], v[7]));
     }
@@ -190,13 +198,13 @@ __device__ inline void finish_fragment(const Epilogue& e, float (&acc)[kAccumula
 #pragma unroll
         for (int i = 0; i < kAccumulators; ++i) acc[i] *= e.alpha;
     if (e.bias != nullptr) add_bias(acc, bias);
-    if (e.activation == FP4BF16_SILU)
-#pragma unroll
-        for (int i = 0; i < kAccumulators; ++i) acc[i] = silu(acc[i]);
 #pragma unroll
     for (int i = 0; i < kAccumulators; i += 8) {
         int activation = e.activation;
         asm volatile("" : "+r"(activation));  // a branch each eight: all at once would spill registers
+        if (activation == FP4BF16_SILU)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) acc[i + j] = silu(acc[i + j]);
         if (activation == FP4BF16_GELU)
 #pragma unroll
             for (int j = 0; j < 8; ++j) acc[i + j] = gelu(acc[i + j]);

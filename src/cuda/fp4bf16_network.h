@@ -185,15 +185,15 @@ FP4BF16_API fp4bf16_status fp4bf16_patches(const void* x, fp4bf16_dtype dtype, i
                                            int64_t w, int64_t c, const int64_t x_strides[3], int64_t oh,
                                            int64_t ow, int64_t kh, int64_t kw, int64_t stride, int64_t top,
                                            int64_t left, void* out, int64_t width, void* stream);
-/* Few outputs, stride 1: with y (n, h, w, o * kh * kw) FP32, the pictures times a weight (o, kh, kw, c) whose
- * taps are outputs of their own, out (n, oh, ow, o) FP32 = the sum over r, s of y[p - top + r, q - left + s]
- * [(o, r, s)], in that order, + bias (o,), NULL: none. */
-FP4BF16_API fp4bf16_status fp4bf16_gather_taps(const float* y, int64_t n, int64_t h, int64_t w,
-                                               const int64_t y_strides[3], int64_t oh, int64_t ow, int64_t o,
-                                               int64_t kh, int64_t kw, int64_t top, int64_t left,
-                                               const float* bias, float* out, const int64_t out_strides[3],
-                                               void* stream);
-/* Its adjoint: y (n, h, w, width) BF16 = g[p + top - r, q + left - s][o] of g (n, oh, ow, o) FP32 or BF16, in
+/* A convolution of stride 1 to few outputs: out (n, oh, ow, o) FP32 = the sum over c, then over r, s in that
+ * order, of x[p - top + r, q - left + s, c] * weight[o, r, s, c], + bias (o,), NULL: none. x (n, h, w, c) BF16
+ * in rows of 16 bytes, c a multiple of 8 up to 1024; weight BF16, contiguous, o * kh * kw at most 64. */
+FP4BF16_API fp4bf16_status fp4bf16_conv2d_few(const void* x, int64_t n, int64_t h, int64_t w, int64_t c,
+                                              const int64_t x_strides[3], const void* weight, int64_t oh,
+                                              int64_t ow, int64_t o, int64_t kh, int64_t kw, int64_t top,
+                                              int64_t left, const float* bias, float* out,
+                                              const int64_t out_strides[3], void* stream);
+/* For its gradients: y (n, h, w, width) BF16 = g[p + top - r, q + left - s][o] of g (n, oh, ow, o) FP32 or BF16, in
  * the order (o, kh, kw); zeros and width as of patches. */
 FP4BF16_API fp4bf16_status fp4bf16_spread_taps(const void* g, fp4bf16_dtype dtype, int64_t n, int64_t oh,
                                                int64_t ow, int64_t o, const int64_t g_strides[3], int64_t h,

@@ -1,6 +1,7 @@
 // gemm: the checks of every argument, the choice of a kernel, and the simple kernel, which reads like the
 // formula of fp4bf16.h and is what the fast ones are checked with on the device.
 #include "common.h"
+#include "launch.cuh"
 #include "simple.cuh"
 
 namespace fp4bf16 {
@@ -10,12 +11,6 @@ constexpr int64_t kMostRows = (int64_t{1} << 31) - 1024;  // of m, n and k: a ti
 constexpr int64_t kMostStride = int64_t{1} << 40;  // far beyond any memory: no sum of products overflows
 
 long long ll(int64_t v) { return v; }
-
-fp4bf16_status check_range(const char* op, const char* name, int64_t value, int64_t least, int64_t most) {
-    if (value >= least && value <= most) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but must be %lld to %lld", op, name, ll(value),
-                ll(least), ll(most));
-}
 
 // The dtype of an operand that is there.
 fp4bf16_status check_operand_dtype(const char* op, const char* name, fp4bf16_dtype dtype) {
@@ -174,6 +169,7 @@ __device__ void multiply(const Operand<T>& a, const Operand<T>& b, int64_t k_siz
 
 // The scales stand between the two tracks: the FP4 sum is multiplied, the BF16 sum then added to it.
 __global__ void __launch_bounds__(kThreads) gemm_simple_kernel(const fp4bf16_gemm_args p) {
+    take_turn();
     const int64_t tiles_m = (p.m + kTile - 1) / kTile, tiles_n = (p.n + kTile - 1) / kTile;
     const int64_t tiles = tiles_m * tiles_n * p.batch_count;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -215,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) gemm_simple_kernel(const fp4bf16_gem
 fp4bf16_status launch_simple(const char* op, const fp4bf16_gemm_args& args, cudaStream_t stream) {
     const int64_t tiles = ceil_div(args.m, kTile) * ceil_div(args.n, kTile);  // under 2^50
     const int64_t all = tiles > kMostRows / args.batch_count ? kMostRows : tiles * args.batch_count;
-    gemm_simple_kernel<<<static_cast<unsigned>(all), kThreads, 0, stream>>>(args);
+    launch_kernel(gemm_simple_kernel, static_cast<unsigned>(all), kThreads, 0, stream, args);
     return cuda_result(cudaGetLastError(), op);
 }
 

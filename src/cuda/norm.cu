@@ -1,5 +1,7 @@
 // fp4bf16_group_norm and its gradient: checks, how tiles are cut, choice of the kernels.
 #include "norm.cuh"
+#include "norm_apply.cuh"
+#include "norm_slab.cuh"
 
 #include <algorithm>
 #include <cmath>
@@ -10,12 +12,6 @@ namespace fp4bf16 {
 namespace {
 
 constexpr int64_t kLimit = int64_t{1} << 40;
-
-fp4bf16_status check_range(const char* function, const char* name, int64_t v, int64_t low, int64_t high) {
-    if (v >= low && v <= high) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT, "%s: %s is %lld, but %lld to %lld is needed", function, name,
-                static_cast<long long>(v), static_cast<long long>(low), static_cast<long long>(high));
-}
 
 // Numbers of either direction.
 template <typename Args>
@@ -130,27 +126,64 @@ bool strides_fit(const void* pointer, int64_t image, int64_t pixel) {
 // ---- forward
 bool gives_fp4(const fp4bf16_group_norm_args& a) { return a.expanded != nullptr || a.packed != nullptr; }
 
+constexpr int kForwardChunks = 4;  // of a slab's lane: up to 256 pixels
+
+bool forward_fits(const fp4bf16_group_norm_args& a) {
+    return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.y, a.y_image, a.y_pixel) &&
+           (a.expanded == nullptr || aligned(a.expanded, 16)) &&
+           (a.packed == nullptr || aligned(a.packed, 8));
+}
+
 bool forward_plan(const fp4bf16_group_norm_args& a, bool clusters, NormPlan* plan) {
     // The same tiles, and so the same bits of y, with and without FP4 results.
     // Small pictures take more threads, so that more tiles are under way (measured on an H200).
     const int64_t per_thread = a.pixels <= 16 ? 64 : 128;
     const NormShape shape = {a.n, a.pixels,   a.c, a.groups, a.c % 16 == 0 ? 16 : 8,
                              2,   per_thread, 256, clusters};
-    return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.y, a.y_image, a.y_pixel) &&
-           (a.expanded == nullptr || aligned(a.expanded, 16)) &&
-           (a.packed == nullptr || aligned(a.packed, 8)) && norm_plan(shape, plan);
+    return forward_fits(a) && norm_plan(shape, plan);
+}
+
+bool forward_slabs(const fp4bf16_group_norm_args& a, NormSlabs* slabs) {
+    return forward_fits(a) && norm_slabs(a.n, a.pixels, a.c, a.groups, kForwardChunks, 1, slabs);
 }
 
 // Room for the statistics that the caller does not want, where the kernels pass them in memory. Does not ask
 // for the device: without clusters fewer shapes fit.
 int64_t forward_workspace(const fp4bf16_group_norm_args& a) {
+    if (empty(a) || (a.mean != nullptr && a.rstd != nullptr)) return 0;
     NormPlan plan;
-    if (empty(a) || (a.mean != nullptr && a.rstd != nullptr) || forward_plan(a, false, &plan)) return 0;
+    ApplyPlan apply;
+    if (a.sums[0] != nullptr ? apply_plan(a, &apply) : forward_plan(a, false, &plan)) return 0;
     return 2 * a.n * a.groups * static_cast<int64_t>(sizeof(float));
+}
+
+// The given sums: those of all channels, side by side.
+fp4bf16_status check_sums(const fp4bf16_group_norm_args& a) {
+    const char* f = "group_norm";
+    if (a.sums[0] == nullptr && a.sums[1] == nullptr) return FP4BF16_OK;
+    constexpr const char* kNames[2] = {"sums[0]", "sums[1]"};
+    constexpr const char* kParts[2] = {"sum_parts[0]", "sum_parts[1]"};
+    constexpr const char* kChannels[2] = {"sum_channels[0]", "sum_channels[1]"};
+    int64_t channels = 0;
+    for (int i = 0; i < 2; ++i) {
+        if (i == 1 && a.sums[i] == nullptr) break;
+        FP4BF16_TRY(check_pointer(f, kNames[i], a.sums[i], 2 * alignof(float)));
+        FP4BF16_TRY(check_range(f, kParts[i], a.sum_parts[i], 1, kLimit));
+        FP4BF16_TRY(check_range(f, kChannels[i], a.sum_channels[i], 1, kLimit));
+        channels += a.sum_channels[i];
+    }
+    if (channels == a.c) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "group_norm: sum_channels are %lld and %lld, but c is %lld; give the sums of all channels, "
+                "or none",
+                static_cast<long long>(a.sum_channels[0]),
+                static_cast<long long>(a.sums[1] == nullptr ? 0 : a.sum_channels[1]),
+                static_cast<long long>(a.c));
 }
 
 fp4bf16_status check_forward(const fp4bf16_group_norm_args& a) {
     const char* f = "group_norm";
+    FP4BF16_TRY(check_sums(a));
     FP4BF16_TRY(check_picture(f, a, "x", a.x, a.x_image, a.x_pixel, false));
     FP4BF16_TRY(check_floats(f, "gamma", a.gamma, false));
     FP4BF16_TRY(check_floats(f, "beta", a.beta, false));
@@ -187,12 +220,21 @@ fp4bf16_status check_backward(const fp4bf16_group_norm_backward_args& a) {
     return check_pointer(f, "workspace", a.workspace, 16);
 }
 
+bool backward_fits(const fp4bf16_group_norm_backward_args& a) {
+    return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.g, a.g_image, a.g_pixel) &&
+           strides_fit(a.add, a.add_image, a.add_pixel) && strides_fit(a.dx, a.dx_image, a.dx_pixel);
+}
+
 bool backward_plan(const fp4bf16_group_norm_backward_args& a, bool clusters, NormPlan* plan) {
     // Narrower tiles of more pixels than forward: 0.73 of the time at 1024 pixels (measured on an H200).
     const NormShape shape = {a.n, a.pixels, a.c, a.groups, 8, 4, 64, 512, clusters};
-    return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.g, a.g_image, a.g_pixel) &&
-           strides_fit(a.add, a.add_image, a.add_pixel) && strides_fit(a.dx, a.dx_image, a.dx_pixel) &&
-           norm_plan(shape, plan);
+    return backward_fits(a) && norm_plan(shape, plan);
+}
+
+// A slab's lane keeps 32 elements at most: images of 256 pixels, and of 2048 by clusters.
+bool backward_slabs(const fp4bf16_group_norm_backward_args& a, bool clusters, NormSlabs* slabs) {
+    return backward_fits(a) && aligned(a.gamma, 16) && aligned(a.beta, 16) &&
+           norm_slabs(a.n, a.pixels, a.c, a.groups, 4, clusters ? kTeam : 1, slabs);
 }
 
 }  // namespace
@@ -218,7 +260,11 @@ extern "C" fp4bf16_status fp4bf16_group_norm(const fp4bf16_group_norm_args* args
     int major = 0, minor = 0;
     FP4BF16_TRY(compute_capability("group_norm", &major, &minor));
     const auto s = static_cast<cudaStream_t>(stream);
-    if (forward_plan(job.a, major >= 9, &job.plan)) return norm_forward(job, s);
+    const bool given = job.a.sums[0] != nullptr;
+    if (ApplyPlan plan; given && apply_plan(job.a, &plan)) return norm_apply(job.a, plan, s);
+    if (NormSlabs slabs; !given && forward_slabs(job.a, &slabs))
+        return norm_slab_forward({job.a, slabs, 0.0f}, s);
+    if (!given && forward_plan(job.a, major >= 9, &job.plan)) return norm_forward(job, s);
     float *mean = job.a.mean, *rstd = job.a.rstd;
     if (mean == nullptr || rstd == nullptr) {
         FP4BF16_TRY(check_pointer("group_norm", "workspace", job.a.workspace, alignof(float)));
@@ -226,7 +272,7 @@ extern "C" fp4bf16_status fp4bf16_group_norm(const fp4bf16_group_norm_args* args
         mean = mean == nullptr ? room : mean;
         rstd = rstd == nullptr ? room + job.a.n * job.a.groups : rstd;
     }
-    return norm_simple(job.a, mean, rstd, s);
+    return given ? norm_apply_simple(job.a, mean, rstd, s) : norm_simple(job.a, mean, rstd, s);
 }
 
 extern "C" int64_t fp4bf16_group_norm_backward_workspace_size(const fp4bf16_group_norm_backward_args* args) {
@@ -246,7 +292,9 @@ extern "C" fp4bf16_status fp4bf16_group_norm_backward(const fp4bf16_group_norm_b
     FP4BF16_TRY(compute_capability("group_norm_backward", &major, &minor));
     const auto s = static_cast<cudaStream_t>(stream);
     const auto room = static_cast<float*>(job.a.workspace);
-    if (!backward_plan(job.a, major >= 9, &job.plan)) return norm_backward_simple(job.a, room, s);
     job.partial = job.a.dgamma == nullptr && job.a.dbeta == nullptr ? nullptr : room;
+    if (NormSlabs slabs; backward_slabs(job.a, major >= 9, &slabs))
+        return norm_slab_backward({job.a, slabs, job.partial}, s);
+    if (!backward_plan(job.a, major >= 9, &job.plan)) return norm_backward_simple(job.a, room, s);
     return norm_backward(job, s);
 }

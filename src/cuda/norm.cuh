@@ -11,6 +11,7 @@
 #include "common.h"
 #include "elementwise.cuh"
 #include "fp4.cuh"
+#include "launch.cuh"
 #include "ptx.cuh"
 
 namespace fp4bf16 {
@@ -91,20 +92,12 @@ fp4bf16_status norm_launch(const Job& job, int64_t shared, cudaStream_t stream) 
     constexpr int64_t kMost = 65535;
     const NormPlan& p = job.plan;
     FP4BF16_TRY(norm_prepare<kKernel>());
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = static_cast<unsigned>(p.parts);
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t launch{};
-    launch.gridDim.x = static_cast<unsigned>(p.tiles * p.parts);
-    launch.gridDim.y = static_cast<unsigned>(p.blocks < kMost ? p.blocks : kMost);
-    launch.gridDim.z = static_cast<unsigned>(ceil_div(p.blocks, kMost));
-    launch.blockDim.x = static_cast<unsigned>(p.threads);
-    launch.dynamicSmemBytes = static_cast<size_t>(shared);
-    launch.stream = stream;
-    launch.attrs = &cluster;
-    launch.numAttrs = p.parts > 1 ? 1 : 0;
-    return cuda_result(cudaLaunchKernelEx(&launch, kKernel, job), "group_norm");
+    const dim3 grid(static_cast<unsigned>(p.tiles * p.parts),
+                    static_cast<unsigned>(p.blocks < kMost ? p.blocks : kMost),
+                    static_cast<unsigned>(ceil_div(p.blocks, kMost)));
+    LaunchPlan plan(grid, dim3(static_cast<unsigned>(p.threads)), static_cast<size_t>(shared), stream,
+                    p.parts > 1 ? static_cast<unsigned>(p.parts) : 0);
+    return cuda_result(plan.launch(kKernel, job), "group_norm");
 }
 
 // ---- clusters: each thread block sends its sums to all, which wait for them at a barrier of their own. So
@@ -236,6 +229,14 @@ constexpr float kLog2E = 1.44269504f;
 // 1 / (1 + exp(-z)), relative error 2^-22 + 2^-24 |z|. Under z = -87 it is zero, where exact values are under
 // 2^-125.
 __device__ inline float sigmoid(float z) { return inverse_of(1.0f + exp2_of(z * -kLog2E)); }
+
+// g * activation'(z): silu'(z) = s (1 + z (1 - s)), s = sigmoid(z).
+template <bool kSilu>
+__device__ inline float activation_gradient(float g, float z) {
+    if (!kSilu) return g;
+    const float s = sigmoid(z);
+    return g * (s * __fmaf_rn(z, 1.0f - s, 1.0f));
+}
 
 // scale = gamma * rstd
 __device__ inline float affine(float x, float mean, float scale, float shift) {

@@ -50,14 +50,6 @@ struct Channels {
     }
 };
 
-// g * activation'(z): silu'(z) = s (1 + z (1 - s)), s = sigmoid(z).
-template <bool kSilu>
-__device__ inline float activation_gradient(float g, float z) {
-    if (!kSilu) return g;
-    const float s = sigmoid(z);
-    return g * (s * __fmaf_rn(z, 1.0f - s, 1.0f));
-}
-
 __device__ inline void fetch(const void* source, int64_t image_stride, int64_t pixel_stride,
                              const NormPlan& p, const NormTile& tile, const NormThread& t, uint4* to) {
     const auto* from = static_cast<const __nv_bfloat16*>(source) + (tile.image + t.image) * image_stride +
@@ -230,6 +222,7 @@ __global__ void __launch_bounds__(kNormThreads, 3)
     const int images = images_here(p, tile, job.a.n);
     const NormThread t(p.chunks, p.by_chunks, p.rows, p.by_rows, images);
     if (p.parts > 1) open_inbox(s.barrier, p.parts * 3 * p.width * static_cast<int>(sizeof(float)));
+    take_turn();
     if (t.image >= 0) {
         fetch(job.a.x, job.a.x_image, job.a.x_pixel, p, tile, t, s.x);
         fetch(job.a.g, job.a.g_image, job.a.g_pixel, p, tile, t, s.g);

@@ -2,7 +2,7 @@
 #include <type_traits>
 
 #include "norm.cuh"
-#include "norm_quantize.cuh"
+#include "norm_results.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -50,26 +50,6 @@ void place(NormJob* job) {
 }
 
 // ---- statistics: moments are the mean and the sum of squared distances from it
-// Sums of distances from `first`, and of their squares, of a chunk's two units.
-struct UnitSums {
-    float first[2], sum[2] = {}, square[2] = {};
-
-    __device__ void start(const uint4& chunk) {
-        first[0] = low_float(chunk.x), first[1] = low_float(chunk.z);
-    }
-
-    __device__ void add(const uint4& chunk) {
-        float x[8];
-        unpack_chunk(chunk, x);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float d = x[i] - first[i / 4];
-            sum[i / 4] += d;
-            square[i / 4] = __fmaf_rn(d, d, square[i / 4]);
-        }
-    }
-};
-
 __device__ inline int pixels_of_row(const NormPlan& p, const NormTile& tile, int row) {
     return divided(tile.count - row + p.rows - 1, p.by_rows);
 }
@@ -182,13 +162,6 @@ __device__ inline void group_moments(const NormJob& job, const NormTile& tile, i
 }
 
 // ---- results
-// With SiLU scale and shift are times -log2(e), and so is z here: z silu's sigmoid without a product more.
-template <bool kSilu, bool kCentred>
-__device__ inline float result(float x, float mean, float scale, float shift) {
-    const float z = kCentred ? affine(x, mean, scale, shift) : __fmaf_rn(x, scale, shift);
-    return kSilu ? z * inverse_of(__fmaf_rn(exp2_of(z), -kLog2E, -kLog2E)) : z;
-}
-
 // BF16 results alone: a thread writes the chunks that it read.
 template <bool kSilu>
 __device__ inline void store_bf16(const NormJob& job, const NormTile& tile, const NormThread& t,
@@ -216,80 +189,23 @@ __device__ inline void store_bf16(const NormJob& job, const NormTile& tile, cons
     }
 }
 
-// Sixteen results of one pixel, in place.
-template <bool kSilu, bool kCentred>
-__device__ inline void results16(uint32_t (&w)[8], const float4* mean, const float4* scale,
-                                 const float4* shift) {
-    float4 m{};
-    if (kCentred) m = *mean;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const float4 a = scale[j], b = shift[j];
-        const float middle = j == 0 ? m.x : j == 1 ? m.y : j == 2 ? m.z : m.w;
-        uint32_t &low = w[2 * j], &high = w[2 * j + 1];
-        low = pack_bf16(result<kSilu, kCentred>(low_float(low), middle, a.x, b.x),
-                        result<kSilu, kCentred>(high_float(low), middle, a.y, b.y));
-        high = pack_bf16(result<kSilu, kCentred>(low_float(high), middle, a.z, b.z),
-                         result<kSilu, kCentred>(high_float(high), middle, a.w, b.w));
-    }
-}
-
-// FP4 results, and BF16 ones beside them, of blocks of 16 channels. What the fast quantiser does not take is
-// made again at the end.
-template <bool kSilu, bool kCentred>
-__device__ inline void store_blocks(const NormJob& job, const NormTile& tile, const NormThread& t, Outer o,
-                                    const Shared& s) {
-    const NormPlan& p = job.plan;
-    const int step = 2 * p.rows * p.chunks, blocks = static_cast<int>(job.a.c) / 16;
-    uint4* from = s.tile + swizzled((t.image * p.part + t.row) * p.chunks + 2 * t.vector, p.swizzle);
-    const int high = (from - s.tile & 1) != 0 ? -1 : 1;  // where the other half lies
-    const auto* scale = reinterpret_cast<const float4*>(s.scale + t.image * p.width) + 4 * t.vector;
-    const auto* shift = reinterpret_cast<const float4*>(s.shift + t.image * p.width) + 4 * t.vector;
-    const auto* mean = reinterpret_cast<const float4*>(s.mean + t.image * p.width / 4) + t.vector;
-    const int64_t image = tile.image + t.image, pixel = tile.first_pixel + t.row;
-    const int block = tile.channel / 16 + t.vector;
-    const FourBit to(job.a, (image * p.pixels + pixel) * blocks + block);
-    const uint32_t stride = 2 * p.rows * blocks;
-    auto* y =
-        static_cast<__nv_bfloat16*>(job.a.y) + image * job.a.y_image + pixel * job.a.y_pixel + 16 * block;
-    uint32_t special = 0, at = 0;
-    int i = 0;
-#pragma unroll 1
-    for (int row = t.row; row < tile.count; row += 2 * p.rows, ++i, from += step, at += stride) {
-        uint32_t w[8];
-        unpack_block(from[0], from[high], w);
-        results16<kSilu, kCentred>(w, mean, scale, shift);
-        if (job.a.y != nullptr) {
-            reinterpret_cast<uint4*>(y)[0] = make_uint4(w[0], w[1], w[2], w[3]);
-            reinterpret_cast<uint4*>(y)[1] = make_uint4(w[4], w[5], w[6], w[7]);
-            y += 2 * p.rows * job.a.y_pixel;
-        }
-        const uint32_t top = largest(w);
-        if (is_special16(top))
-            special |= 1u << i;
-        else
-            quantize_block16(w, top, o, to, at);
-    }
-    for (from -= i * step; special != 0; special &= special - 1) {
-        const int k = __ffs(static_cast<int>(special)) - 1;
-        uint32_t w[8];
-        unpack_block(from[k * step], from[k * step + high], w);
-        results16<kSilu, kCentred>(w, mean, scale, shift);
-        special_block16(w, o, to, int64_t{k} * stride);
-    }
-}
-
 template <bool kSilu>
 __device__ inline void store_fp4(const NormJob& job, const NormTile& tile, int images, Outer o,
                                  const Shared& s) {
     const NormPlan& p = job.plan;
     const NormThread t(p.chunks / 2, p.by_pairs, 2 * p.rows, p.by_double_rows, images);
-    if (t.image < 0) return;
-    const float4 mean = reinterpret_cast<const float4*>(s.mean + t.image * p.width / 4)[t.vector];
-    if (mean.x == 0.0f && mean.y == 0.0f && mean.z == 0.0f && mean.w == 0.0f)
-        store_blocks<kSilu, false>(job, tile, t, o, s);
-    else
-        store_blocks<kSilu, true>(job, tile, t, o, s);
+    if (t.image < 0 || t.row >= tile.count) return;
+    const uint4* from = s.tile + swizzled((t.image * p.part + t.row) * p.chunks + 2 * t.vector, p.swizzle);
+    BlockRun run(job.a, tile.image + t.image, tile.first_pixel + t.row, 2 * p.rows,
+                 tile.channel / 16 + t.vector);
+    run.from = from, run.high = (from - s.tile & 1) != 0 ? -1 : 1, run.step = 2 * p.rows * p.chunks;
+    run.mean = reinterpret_cast<const float4*>(s.mean + t.image * p.width / 4) + t.vector;
+    run.scale = reinterpret_cast<const float4*>(s.scale + t.image * p.width) + 4 * t.vector;
+    run.shift = reinterpret_cast<const float4*>(s.shift + t.image * p.width) + 4 * t.vector;
+    run.count = divided(tile.count - t.row + 2 * p.rows - 1, p.by_double_rows);
+    const float4 mean = *run.mean;
+    const bool centred = mean.x != 0.0f || mean.y != 0.0f || mean.z != 0.0f || mean.w != 0.0f;
+    store_blocks<kSilu>(job.a, run, centred, o);
 }
 
 template <bool kSilu, bool kFp4>
@@ -302,6 +218,7 @@ __global__ void __launch_bounds__(kNormThreads, 3) norm_kernel(const __grid_cons
     const int images = images_here(p, tile, job.a.n);
     const NormThread t(p.chunks, p.by_chunks, p.rows, p.by_rows, images);
     if (p.parts > 1) open_inbox(s.barrier, p.parts * p.groups * static_cast<int>(sizeof(float2)));
+    take_turn();
     for (int i = threadIdx.x; i < p.width; i += blockDim.x) {
         s.gamma[i] = job.a.gamma[tile.channel + i];
         s.beta[i] = job.a.beta[tile.channel + i];

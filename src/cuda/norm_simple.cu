@@ -1,6 +1,7 @@
 // Group normalisation of any shape and strides: thread blocks of one group each for the sums, then threads of
 // one element or one block of 16. x is read three times.
-#include "norm.cuh"
+#include "launch.cuh"
+#include "norm_apply.cuh"
 #include "norm_quantize.cuh"
 
 namespace fp4bf16 {
@@ -37,6 +38,7 @@ __device__ inline void each_element(const __nv_bfloat16* x, int64_t pixels, int6
 
 __global__ void __launch_bounds__(kThreads)
     statistics_kernel(const __grid_constant__ fp4bf16_group_norm_args a, float* mean_out, float* rstd_out) {
+    take_turn();
     const int64_t width = a.c / a.groups;
     const auto count = static_cast<float>(a.pixels * width);
     for (int64_t i = blockIdx.x; i < a.n * a.groups; i += gridDim.x) {
@@ -60,6 +62,7 @@ __device__ inline float activated(float z, fp4bf16_activation activation) {
 // BF16 results alone.
 __global__ void __launch_bounds__(kThreads)
     elements_kernel(const __grid_constant__ fp4bf16_group_norm_args a, const float* mean, const float* rstd) {
+    take_turn();
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < a.n * a.pixels * a.c; i += step) {
         const int64_t c = i % a.c, p = i / a.c % a.pixels, image = i / a.c / a.pixels;
@@ -74,6 +77,7 @@ __global__ void __launch_bounds__(kThreads)
 // FP4 results, and BF16 ones beside them.
 __global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant__ fp4bf16_group_norm_args a,
                                                           const float* mean, const float* rstd, float root) {
+    take_turn();
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups, blocks = a.c / 16;
     const Outer o = static_outer(a, root);
     if (blockIdx.x == 0 && threadIdx.x == 0) *a.outer_scale = o.decode;
@@ -141,6 +145,7 @@ __device__ inline bool channel_sums(const fp4bf16_group_norm_backward_args& a, i
 
 __global__ void __launch_bounds__(kThreads)
     sums_kernel(const __grid_constant__ fp4bf16_group_norm_backward_args a, const Room room) {
+    take_turn();
     const int64_t width = a.c / a.groups;
     const float inverse = 1.0f / (static_cast<float>(a.pixels) * static_cast<float>(width));
     for (int64_t i = blockIdx.x; i < a.n * a.groups; i += gridDim.x) {
@@ -171,6 +176,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     gradient_kernel(const __grid_constant__ fp4bf16_group_norm_backward_args a, const float* group_sums) {
+    take_turn();
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < a.n * a.pixels * a.c; i += step) {
         const int64_t c = i % a.c, p = i / a.c % a.pixels, image = i / a.c / a.pixels;
@@ -190,6 +196,7 @@ __global__ void __launch_bounds__(kThreads)
 // A thread block adds 32 columns, 32 rows at a time.
 __global__ void __launch_bounds__(1024)
     add_partials_kernel(const float* partial, int64_t rows, int64_t c, float* dgamma, float* dbeta) {
+    take_turn();
     __shared__ float parts[32][33];
     float* to = blockIdx.y == 0 ? dgamma : dbeta;
     if (to == nullptr) return;
@@ -211,21 +218,26 @@ __global__ void __launch_bounds__(1024)
 
 }  // namespace
 
-fp4bf16_status norm_simple(const fp4bf16_group_norm_args& a, float* mean, float* rstd, cudaStream_t stream) {
-    statistics_kernel<<<most_blocks(a.n * a.groups), kThreads, 0, stream>>>(a, mean, rstd);
+fp4bf16_status norm_simple_results(const fp4bf16_group_norm_args& a, const float* mean, const float* rstd,
+                                   cudaStream_t stream) {
     if (a.expanded != nullptr || a.packed != nullptr)
-        blocks_kernel<<<grid_for(a.n * a.pixels * (a.c / 16)), kThreads, 0, stream>>>(
-            a, mean, rstd, root_up(a.pixels * (a.c / a.groups)));
+        launch_kernel(blocks_kernel, grid_for(a.n * a.pixels * (a.c / 16)), kThreads, 0, stream, a, mean,
+                      rstd, root_up(a.pixels * (a.c / a.groups)));
     else if (a.y != nullptr)
-        elements_kernel<<<grid_for(a.n * a.pixels * a.c), kThreads, 0, stream>>>(a, mean, rstd);
+        launch_kernel(elements_kernel, grid_for(a.n * a.pixels * a.c), kThreads, 0, stream, a, mean, rstd);
     return cuda_result(cudaGetLastError(), "group_norm");
+}
+
+fp4bf16_status norm_simple(const fp4bf16_group_norm_args& a, float* mean, float* rstd, cudaStream_t stream) {
+    launch_kernel(statistics_kernel, most_blocks(a.n * a.groups), kThreads, 0, stream, a, mean, rstd);
+    return norm_simple_results(a, mean, rstd, stream);
 }
 
 fp4bf16_status norm_backward_simple(const fp4bf16_group_norm_backward_args& a, float* workspace,
                                     cudaStream_t stream) {
     const Room room(a, workspace);
-    sums_kernel<<<most_blocks(a.n * a.groups), kThreads, 0, stream>>>(a, room);
-    gradient_kernel<<<grid_for(a.n * a.pixels * a.c), kThreads, 0, stream>>>(a, room.group);
+    launch_kernel(sums_kernel, most_blocks(a.n * a.groups), kThreads, 0, stream, a, room);
+    launch_kernel(gradient_kernel, grid_for(a.n * a.pixels * a.c), kThreads, 0, stream, a, room.group);
     FP4BF16_TRY(cuda_result(cudaGetLastError(), "group_norm_backward"));
     if (a.dgamma == nullptr && a.dbeta == nullptr) return FP4BF16_OK;
     return norm_add_partials(room.partial, a.n, a.c, a.dgamma, a.dbeta, stream);
@@ -235,7 +247,7 @@ fp4bf16_status norm_add_partials(const float* partial, int64_t rows, int64_t c, 
                                  cudaStream_t stream) {
     const int64_t columns = ceil_div(c, 32);
     const dim3 grid(static_cast<unsigned>(columns < 65535 ? columns : 65535), 2), block(32, 32);
-    add_partials_kernel<<<grid, block, 0, stream>>>(partial, rows, c, dgamma, dbeta);
+    launch_kernel(add_partials_kernel, grid, block, 0, stream, partial, rows, c, dgamma, dbeta);
     return cuda_result(cudaGetLastError(), "group_norm_backward");
 }
 

@@ -6,6 +6,7 @@
 #include <climits>
 
 #include "elementwise.cuh"
+#include "launch.cuh"
 #include "optimizer.cuh"
 
 namespace fp4bf16 {
@@ -163,6 +164,7 @@ __device__ inline void do_row(const fp4bf16_adamw_args& a, const Step& step, con
 }
 
 __global__ void __launch_bounds__(kLanes, 8) adamw_kernel(const __grid_constant__ Job job) {
+    take_turn();
     __shared__ Four held[kHeld / 4];
     const Step step(job);
     const Tensor t(job.a, blockIdx.x);
@@ -201,6 +203,7 @@ __device__ inline double square(float v) { return static_cast<double>(v) * v; }
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) squares_kernel(const float* x, int64_t count, double* parts) {
+    take_turn();
     const int64_t vectors = count / 4, stride = int64_t{gridDim.x} * kThreads;
     double sum[4] = {};
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors; i += 4 * stride) {
@@ -226,12 +229,14 @@ __global__ void __launch_bounds__(kThreads) squares_kernel(const float* x, int64
 }
 
 __global__ void __launch_bounds__(kParts) total_kernel(const double* parts, int count, double* squares) {
+    take_turn();
     const double total = block_sum<kParts>(static_cast<int>(threadIdx.x) < count ? parts[threadIdx.x] : 0.0);
     if (threadIdx.x == 0) *squares = total;
 }
 
 __global__ void clip_kernel(const double* squares, const double* loss, double limit, float* scalars,
                             double* norm_out) {
+    take_turn();
     const double norm = sqrt(*squares);
     const bool finite = isfinite(norm) && (loss == nullptr || isfinite(*loss));
     scalars[3] = limit > 0 && norm > limit ? static_cast<float>(limit / norm) : 1.0f;
@@ -297,7 +302,8 @@ fp4bf16_status fp4bf16_adamw(const fp4bf16_adamw_args* args, void* stream) {
     if (args->units == 0) return FP4BF16_OK;
     const Job job{*args, static_cast<float>(args->beta1), static_cast<float>(1 - args->beta1),
                   static_cast<float>(args->beta2), static_cast<float>(1 - args->beta2)};
-    adamw_kernel<<<static_cast<unsigned>(args->units), kLanes, 0, static_cast<cudaStream_t>(stream)>>>(job);
+    launch_kernel(adamw_kernel, static_cast<unsigned>(args->units), kLanes, 0,
+                  static_cast<cudaStream_t>(stream), job);
     return cuda_result(cudaGetLastError(), "adamw");
 }
 
@@ -311,10 +317,10 @@ fp4bf16_status fp4bf16_sum_of_squares(const float* x, int64_t count, double* squ
     const int blocks = static_cast<int>(wanted < 1 ? 1 : wanted > kParts ? kParts : wanted);
     const auto queue = static_cast<cudaStream_t>(stream);
     if (aligned(x, 16))
-        squares_kernel<true><<<blocks, kThreads, 0, queue>>>(x, count, parts);
+        launch_kernel(squares_kernel<true>, blocks, kThreads, 0, queue, x, count, parts);
     else
-        squares_kernel<false><<<blocks, kThreads, 0, queue>>>(x, count, parts);
-    total_kernel<<<1, kParts, 0, queue>>>(parts, blocks, squares);
+        launch_kernel(squares_kernel<false>, blocks, kThreads, 0, queue, x, count, parts);
+    launch_kernel(total_kernel, 1, kParts, 0, queue, parts, blocks, squares);
     return cuda_result(cudaGetLastError(), "sum_of_squares");
 }
 
@@ -328,7 +334,8 @@ fp4bf16_status fp4bf16_clip_scalars(const double* squares, const double* loss, d
     if (!(limit >= 0))
         return fail(FP4BF16_INVALID_ARGUMENT, "clip_scalars: limit is %g, but must be at least 0 (0: none)",
                     limit);
-    clip_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(squares, loss, limit, scalars, norm_out);
+    launch_kernel(clip_kernel, 1, 1, 0, static_cast<cudaStream_t>(stream), squares, loss, limit, scalars,
+                  norm_out);
     return cuda_result(cudaGetLastError(), "clip_scalars");
 }
 

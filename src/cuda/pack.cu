@@ -1,5 +1,6 @@
 // pack and unpack: E2M1 values with no scale, two a byte. The low nibble is the even column.
 #include "common.h"
+#include "launch.cuh"
 #include "elementwise.cuh"
 #include "fp4.cuh"
 
@@ -10,6 +11,7 @@ namespace {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, uint8_t* packed) {
+    take_turn();
     const int64_t bytes = (k + 1) / 2;  // a row
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * bytes; i += step) {
@@ -28,6 +30,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     unpack_kernel(const uint8_t* packed, int64_t rows, int64_t k, T* x, int64_t stride) {
+    take_turn();
     const int64_t bytes = (k + 1) / 2;
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * k; i += step) {
@@ -52,7 +55,7 @@ extern "C" fp4bf16_status fp4bf16_pack(const void* x, fp4bf16_dtype dtype, int64
     const auto s = static_cast<cudaStream_t>(stream);
     by_dtype(dtype, [&](auto zero) {
         const auto from = static_cast<const decltype(zero)*>(x);
-        pack_kernel<<<grid, kThreads, 0, s>>>(from, rows, k, x_stride, packed);
+        launch_kernel(pack_kernel<decltype(zero)>, grid, kThreads, 0, s, from, rows, k, x_stride, packed);
     });
     return cuda_result(cudaGetLastError(), "pack");
 }
@@ -67,7 +70,7 @@ extern "C" fp4bf16_status fp4bf16_unpack(const uint8_t* packed, int64_t rows, in
     const auto s = static_cast<cudaStream_t>(stream);
     by_dtype(dtype, [&](auto zero) {
         const auto to = static_cast<decltype(zero)*>(x);
-        unpack_kernel<<<grid, kThreads, 0, s>>>(packed, rows, k, to, x_stride);
+        launch_kernel(unpack_kernel<decltype(zero)>, grid, kThreads, 0, s, packed, rows, k, to, x_stride);
     });
     return cuda_result(cudaGetLastError(), "unpack");
 }

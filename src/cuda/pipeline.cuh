@@ -18,12 +18,14 @@ struct DualConfig {
     static constexpr bool kPromote = kPromote_;    // E4M3 sums go to FP32 registers after every k-tile
     static constexpr bool kAM = kAM_, kBN = kBN_;  // BF16 operands are M-major, N-major
     static constexpr bool kE4m3 = !kAM && !kBN;    // wgmma takes E4M3 K-major alone
+    static constexpr bool kInTurn = false;         // the consumers share each tile
     static constexpr int kWaves = kTileM / 128;    // m64 fragments of a consumer warpgroup
     static constexpr int kABytes = kTileM * kTileBytes, kBBytes = kTileN * kTileBytes;
     static constexpr int kStageBytes = kABytes + kBBytes;
     // A 16-bit result is staged in a stage of the ring that the producer leaves out, and what does not fit
     // there in memory of its own, so that it is stored while the next tile is multiplied.
     static constexpr int kStagingBytes = kTileM * kTileN * 2;
+    static constexpr int kBorrowedBytes = kStageBytes;
     static constexpr int kOwnStagingBytes = kStagingBytes > kStageBytes ? kStagingBytes - kStageBytes : 0;
     static constexpr int kColumnBytes = 2 * ColumnVectors<kTileN>::kFloats * 4;  // of both warpgroups
     static constexpr int kSharedBytes =
@@ -33,7 +35,7 @@ struct DualConfig {
 
     static_assert(kTileM % 128 == 0 && kTileM <= 256,
                   "two consumer warpgroups take 64-row fragments in turn");
-    static_assert(kTileN % 64 == 0 && kTileN <= 256, "wgmma.cuh has n = 64, 128, 192, 256");
+    static_assert(kTileN % 32 == 0 && kTileN <= 256, "wgmma.cuh and wgmma_conv.cuh say which n there are");
     static_assert(kCluster <= 2, "a cluster shares one operand");
     static_assert((kWaves + kPromote) * kAccumulators <= 192, "accumulators must fit 232 registers");
     static_assert(kSharedBytes <= 227 * 1024, "a block has 227 KiB of shared memory");
@@ -64,6 +66,12 @@ struct Ring {
     uint32_t parity = 0;
     __device__ void advance() {
         if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+    __device__ void skip(int stages) {
+        const int rounds = stages / kStages;
+        stage += stages - rounds * kStages;
+        parity ^= rounds & 1;
+        if (stage >= kStages) stage -= kStages, parity ^= 1;
     }
 };
 

@@ -179,12 +179,6 @@ __device__ inline void cluster_arrive() {
 }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// ---- a kernel launched to overlap the one before it (programmatic dependent launch)
-// From here on the next kernel's thread blocks may take what multiprocessors are free.
-__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Everything that the kernel before wrote is there.
-__device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- registers of a warpgroup
 template <int kCount>
 __device__ inline void give_registers() {

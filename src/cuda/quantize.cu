@@ -8,14 +8,6 @@ namespace {
 
 constexpr const char* kName = "quantize";
 
-template <typename T>
-fp4bf16_status check_range(const char* name, T value, int64_t low, int64_t high) {
-    const auto v = static_cast<int64_t>(value);
-    if (v >= low && v <= high) return FP4BF16_OK;
-    return fail(FP4BF16_INVALID_ARGUMENT, "quantize: %s is %lld, but %lld to %lld is needed", name,
-                static_cast<long long>(v), static_cast<long long>(low), static_cast<long long>(high));
-}
-
 // The rule, DEFAULT replaced; fails for one that the format or stochastic rounding does not have.
 fp4bf16_status check_rule(fp4bf16_quantize_args* a) {
     const bool stochastic = a->rounding == FP4BF16_STOCHASTIC;
@@ -39,26 +31,26 @@ fp4bf16_status check_rule(fp4bf16_quantize_args* a) {
 // Numbers alone, no pointers: what the size of the workspace depends on.
 fp4bf16_status check_numbers(fp4bf16_quantize_args* a) {
     FP4BF16_TRY(check_dtype(kName, a->dtype));
-    FP4BF16_TRY(check_range("format", a->format, FP4BF16_NVFP4_EXACT, FP4BF16_FP8));
-    FP4BF16_TRY(check_range("search", a->search, FP4BF16_SEARCH_FULL, FP4BF16_SEARCH_FAST));
-    FP4BF16_TRY(check_range("rounding", a->rounding, FP4BF16_NEAREST, FP4BF16_STOCHASTIC));
+    FP4BF16_TRY(check_range(kName, "format", a->format, FP4BF16_NVFP4_EXACT, FP4BF16_FP8));
+    FP4BF16_TRY(check_range(kName, "search", a->search, FP4BF16_SEARCH_FULL, FP4BF16_SEARCH_FAST));
+    FP4BF16_TRY(check_range(kName, "rounding", a->rounding, FP4BF16_NEAREST, FP4BF16_STOCHASTIC));
     FP4BF16_TRY(check_rule(a));
     const int64_t most = int64_t{1} << 40;
-    FP4BF16_TRY(check_range("after", a->after, 1, most));
+    FP4BF16_TRY(check_range(kName, "after", a->after, 1, most));
     FP4BF16_TRY(check_matrix(kName, "x", a /* x may be NULL here */, a->rows, a->k_size,
                              a->after == 1 && a->k_stride == 1 ? a->x_stride : most, 1));
-    FP4BF16_TRY(check_range("outliers", a->outliers, 0, a->k_size));
-    FP4BF16_TRY(check_range("rank", a->rank, 0, int64_t{1} << 20));
+    FP4BF16_TRY(check_range(kName, "outliers", a->outliers, 0, a->k_size));
+    FP4BF16_TRY(check_range(kName, "rank", a->rank, 0, int64_t{1} << 20));
     if (a->rows == 0) return FP4BF16_OK;
     if (a->rows % a->after != 0)
         return fail(FP4BF16_INVALID_ARGUMENT, "quantize: rows is %lld, but must be a multiple of after, %lld",
                     static_cast<long long>(a->rows), static_cast<long long>(a->after));
-    FP4BF16_TRY(check_range("x_stride", a->x_stride, -most, most));
-    FP4BF16_TRY(check_range("k_stride", a->k_stride, -most, most));
-    FP4BF16_TRY(check_range("hidden_stride", a->hidden_stride, 0, most));
-    FP4BF16_TRY(check_range("expanded_stride", a->expanded_stride, 0, most));
-    FP4BF16_TRY(check_range("mid", a->mid, 1, a->rows));
-    FP4BF16_TRY(check_range("inner", a->inner, 1, a->rows));
+    FP4BF16_TRY(check_range(kName, "x_stride", a->x_stride, -most, most));
+    FP4BF16_TRY(check_range(kName, "k_stride", a->k_stride, -most, most));
+    FP4BF16_TRY(check_range(kName, "hidden_stride", a->hidden_stride, 0, most));
+    FP4BF16_TRY(check_range(kName, "expanded_stride", a->expanded_stride, 0, most));
+    FP4BF16_TRY(check_range(kName, "mid", a->mid, 1, a->rows));
+    FP4BF16_TRY(check_range(kName, "inner", a->inner, 1, a->rows));
     return check_groups(kName, a->mid, a->inner);
 }
 
@@ -86,7 +78,7 @@ fp4bf16_status check_results(const fp4bf16_quantize_args& a, int64_t kp) {
     FP4BF16_TRY(check_optional("outer_scale", a.outer_scale));
     FP4BF16_TRY(check_optional("sums", a.sums));
     FP4BF16_TRY(check_optional("counts", a.counts));
-    FP4BF16_TRY(check_range("outer_given_stride", a.outer_given_stride, 0, 1));
+    FP4BF16_TRY(check_range(kName, "outer_given_stride", a.outer_given_stride, 0, 1));
     if (a.outer_given != nullptr && a.format == FP4BF16_MXFP4)
         return fail(FP4BF16_INVALID_ARGUMENT,
                     "quantize: outer_given is set, but mxfp4 (2) has no outer scale; pass NULL");
@@ -148,7 +140,8 @@ fp4bf16_status run(const fp4bf16_quantize_args& a, cudaStream_t stream) {
     if (bytes + parts > 0) FP4BF16_TRY(check_pointer(kName, "workspace", a.workspace, 16));
     if (parts > 0) job.parts = reinterpret_cast<double*>(static_cast<char*>(a.workspace) + bytes);
     if (job.way == Way::kAhead) {
-        job.found = static_cast<uint32_t*>(a.workspace);
+        job.ticket = static_cast<uint32_t*>(a.workspace);
+        job.found = job.ticket + 1;
     } else if (bytes > 0 && job.way != Way::kTogether) {
         const auto amax = static_cast<float*>(a.workspace);
         FP4BF16_TRY(quantize_amax(job, amax, stream));

@@ -1,6 +1,7 @@
 // What the quantiser's kernels share: the checked arguments, a block's elements, codes and results.
 #pragma once
 
+#include "launch.cuh"
 #include "quantize_rules.cuh"
 
 namespace fp4bf16 {
@@ -44,8 +45,9 @@ struct QuantizeJob {
     int64_t outer_step;
     Way way;
     Tiles tiles;
-    uint32_t* found;  // (groups, parts) kAhead: amaxes of pieces of groups, BF16's bits plus one
-    double* parts;    // (pieces, rows, 3) sums of pieces of rows, where blocks lie across rows
+    uint32_t* ticket;  // kAhead: of the thread block that starts next; before `found` in memory
+    uint32_t* found;   // (groups, parts) kAhead: amaxes of pieces of groups, BF16's bits plus one
+    double* parts;     // (pieces, rows, 3) sums of pieces of rows, where blocks lie across rows
 
     // Divisions of 64-bit numbers are long: the common cases do without.
     FP4BF16_HD int64_t group(int64_t row) const {
@@ -83,7 +85,7 @@ constexpr int kAcrossPiece = 512;
 fp4bf16_status quantize_simple(const QuantizeJob& job, cudaStream_t stream);
 void choose_way(QuantizeJob* job);              // and its tiles
 int64_t thread_blocks(const QuantizeJob& job);  // of the kernels of quantize_flat.cuh
-int64_t found_bytes(const QuantizeJob& job);    // of QuantizeJob::found, by numbers alone
+int64_t found_bytes(const QuantizeJob& job);    // of QuantizeJob::ticket and ::found, by numbers alone
 fp4bf16_status quantize_fast(const QuantizeJob& job, cudaStream_t stream);
 int64_t parts_bytes(const QuantizeJob& job);  // of QuantizeJob::parts
 // quantize_amax.cu: amax (groups,) of a job's groups, outliers left out; memory is set to zero first.

@@ -56,6 +56,7 @@ __device__ inline void store_parts(const QuantizeJob& job, const Totals& totals,
 template <Kind kKind, bool kStats>
 __global__ void __launch_bounds__(kThreads, kStats ? 2 : 3)
     across_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     __shared__ Tile tile;
     const int line = threadIdx.x / kTileLanes, lane = threadIdx.x % kTileLanes;
     const int64_t first = int64_t{blockIdx.x} * kTile, row = first + line;
@@ -88,9 +89,9 @@ template <Kind kKind>
 void launch_long(const QuantizeJob& job, cudaStream_t stream) {
     const auto grid = static_cast<unsigned>(job.a.rows);
     if (job.a.sums != nullptr || job.a.counts != nullptr)
-        long_kernel<kKind, true><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(long_kernel<kKind, true>, grid, kThreads, 0, stream, job);
     else
-        long_kernel<kKind, false><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(long_kernel<kKind, false>, grid, kThreads, 0, stream, job);
 }
 
 template <Kind kKind>
@@ -98,9 +99,9 @@ void launch_across(const QuantizeJob& job, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(ceil_div(job.a.rows, kTile)),
                     static_cast<unsigned>(ceil_div(job.a.k_size, kAcrossPiece)));
     if (job.a.sums != nullptr || job.a.counts != nullptr)
-        across_kernel<kKind, true><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(across_kernel<kKind, true>, grid, kThreads, 0, stream, job);
     else
-        across_kernel<kKind, false><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(across_kernel<kKind, false>, grid, kThreads, 0, stream, job);
 }
 
 template <Kind kKind>

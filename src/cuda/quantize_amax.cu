@@ -70,6 +70,7 @@ struct Vectors<__half> {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_rows(const __grid_constant__ QuantizeJob job, bool vectors, int* amax) {
+    take_turn();
     constexpr int kSize = Vectors<T>::kSize;
     const int lane = threadIdx.x % 32;
     const int64_t pieces = (job.a.k_size + kPiece - 1) / kPiece;
@@ -101,6 +102,7 @@ constexpr int kPieces = 8, kPiecesAtOnce = kPieces * kThreads;
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_flat(const __grid_constant__ QuantizeJob job, const Divisor pieces, int* amax) {
+    take_turn();
     constexpr int kSize = kVectors ? Vectors<T>::kSize : 1;
     const int64_t start = int64_t{blockIdx.x} * kPiecesAtOnce, row = start / pieces.by;
     const auto first = static_cast<uint32_t>(start - row * pieces.by);
@@ -144,6 +146,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 // Blocks across rows of memory: a lane a row, so that neighbours read neighbours.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_across(const __grid_constant__ QuantizeJob job, int* amax) {
+    take_turn();
     const int64_t row = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
     const int64_t inside = min(row, job.a.rows - 1);
     const T* x = static_cast<const T*>(job.a.x) + job.place(inside);
@@ -165,6 +168,7 @@ __device__ inline uint32_t finite_pair(uint32_t w) {
 
 __global__ void __launch_bounds__(kThreads)
     amax_across_vectors(const __grid_constant__ QuantizeJob job, int* amax) {
+    take_turn();
     __shared__ int found[64];
     if (threadIdx.x < 64) found[threadIdx.x] = 0;
     const int64_t row = int64_t{blockIdx.x} * 64 + threadIdx.x % 8 * 8;
@@ -213,24 +217,24 @@ void launch(const QuantizeJob& job, int* amax, cudaStream_t stream) {
                         static_cast<unsigned>(y < 65535 ? y : 65535));
         const int64_t lines = ceil_div(a.k_size, kLines);
         if (std::is_same<T, __nv_bfloat16>::value && takes_vectors<T>(a) && lines <= 65535)
-            amax_across_vectors<<<dim3(static_cast<unsigned>(ceil_div(a.rows, 64)),
-                                       static_cast<unsigned>(lines)),
-                                  kThreads, 0, stream>>>(job, amax);
+            launch_kernel(amax_across_vectors,
+                          dim3(static_cast<unsigned>(ceil_div(a.rows, 64)), static_cast<unsigned>(lines)),
+                          kThreads, 0, stream, job, amax);
         else
-            amax_across<T><<<grid, kThreads, 0, stream>>>(job, amax);
+            launch_kernel(amax_across<T>, grid, kThreads, 0, stream, job, amax);
         return;
     }
     const bool vectors = takes_vectors<T>(a) && a.k_size % Vectors<T>::kSize == 0;
     const int64_t pieces = vectors ? a.k_size / Vectors<T>::kSize : a.k_size;
     if (a.k_stride == 1 && a.outliers == 0 && pieces <= 32768 && a.rows <= 0x7FFFFFFF) {
         const auto grid = static_cast<unsigned>(ceil_div(a.rows * pieces, kPiecesAtOnce));
-        vectors ? amax_flat<T, true><<<grid, kThreads, 0, stream>>>(job, Divisor(pieces), amax)
-                : amax_flat<T, false><<<grid, kThreads, 0, stream>>>(job, Divisor(pieces), amax);
+        vectors ? launch_kernel(amax_flat<T, true>, grid, kThreads, 0, stream, job, Divisor(pieces), amax)
+                : launch_kernel(amax_flat<T, false>, grid, kThreads, 0, stream, job, Divisor(pieces), amax);
         return;
     }
     const int64_t warps = a.rows * ceil_div(a.k_size, kPiece), blocks = ceil_div(warps, kThreads / 32);
-    amax_rows<T><<<static_cast<unsigned>(blocks < 0x7FFFFFFF ? blocks : 0x7FFFFFFF), kThreads, 0, stream>>>(
-        job, takes_vectors<T>(a), amax);
+    launch_kernel(amax_rows<T>, static_cast<unsigned>(blocks < 0x7FFFFFFF ? blocks : 0x7FFFFFFF), kThreads, 0,
+                  stream, job, takes_vectors<T>(a), amax);
 }
 
 }  // namespace

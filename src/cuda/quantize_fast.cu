@@ -14,6 +14,7 @@ namespace {
 // Sums of rows from those of their pieces, in order; FP32 sums of blocks are off by less than 2^-19.
 __global__ void __launch_bounds__(kThreads)
     add_parts(const double* parts, int64_t count, int64_t pieces, double* sums) {
+    take_turn();
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
         double sum = 0;
@@ -31,7 +32,7 @@ int64_t parts_bytes(const QuantizeJob& job) {
 
 fp4bf16_status quantize_fast(const QuantizeJob& job, cudaStream_t stream) {
     if (job.way == Way::kAhead)
-        FP4BF16_TRY(cuda_result(cudaMemsetAsync(job.found, 0, found_bytes(job), stream), "quantize"));
+        FP4BF16_TRY(cuda_result(cudaMemsetAsync(job.ticket, 0, found_bytes(job), stream), "quantize"));
     if (job.a.format == FP4BF16_NVFP4_EXACT)
         fast_exact(job, stream);
     else if (job.a.format == FP4BF16_NVFP4)
@@ -42,8 +43,8 @@ fp4bf16_status quantize_fast(const QuantizeJob& job, cudaStream_t stream) {
         fast_fp8(job, stream);
     if (parts_bytes(job) > 0) {
         const int64_t count = 3 * job.a.rows;
-        add_parts<<<grid_for(count), kThreads, 0, stream>>>(job.parts, count,
-                                                            ceil_div(job.a.k_size, kAcrossPiece), job.a.sums);
+        launch_kernel(add_parts, grid_for(count), kThreads, 0, stream, job.parts, count,
+                      ceil_div(job.a.k_size, kAcrossPiece), job.a.sums);
     }
     return cuda_result(cudaGetLastError(), "quantize");
 }

@@ -3,8 +3,8 @@
 //
 // Whole groups that a thread block holds wait for their amax in shared memory (together_kernel). Larger ones
 // are read twice: thread blocks of lower number find the amaxes of a group's pieces, later ones take them
-// from memory, by when the group is still in the L2 cache (ahead_kernel). That relies on thread blocks being
-// started in the order of their numbers: those waited for have been, and they wait for none. Groups beyond
+// from memory, by when the group is still in the L2 cache (ahead_kernel). Numbers are tickets that thread
+// blocks draw as they start, so that those waited for have started, and they wait for none. Groups beyond
 // the cache get their amax by a kernel of its own (quantize_amax.cu), whose last pieces are read again first
 // (flat_kernel).
 #pragma once
@@ -158,6 +158,7 @@ __device__ inline void quantize_held(const QuantizeJob& job, const Span& s, cons
 template <Kind kKind>
 __global__ void __launch_bounds__(kFlatThreads, kFlatResident)
     flat_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     const Span s(job.tiles, 0, job.a.rows, int64_t{gridDim.x - 1 - blockIdx.x});
     __shared__ Held held;
     held.fetch(job, s);
@@ -178,6 +179,7 @@ __global__ void __launch_bounds__(kFlatThreads, kFlatResident)
 template <Kind kKind>
 __global__ void __launch_bounds__(kFlatThreads, kFlatResident)
     together_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     __shared__ int found[kTileBlocks];
     __shared__ Held held;
     const int64_t row = int64_t{blockIdx.x} * job.tiles.rows;
@@ -247,8 +249,13 @@ __device__ inline uint32_t await_amax(const volatile uint32_t* found, uint32_t c
 template <Kind kKind>
 __global__ void __launch_bounds__(kFlatThreads, kFlatResident)
     ahead_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     __shared__ Held held;
-    const uint32_t parts = job.tiles.parts, step = blockIdx.x / (2 * parts), turn = blockIdx.x % (2 * parts);
+    __shared__ uint32_t ticket;
+    if (threadIdx.x == 0) ticket = atomicAdd(job.ticket, 1u);
+    __syncthreads();
+    const uint32_t number = ticket, parts = job.tiles.parts;
+    const uint32_t step = number / (2 * parts), turn = number % (2 * parts);
     const bool finds = turn < parts;
     const int64_t group = int64_t{step} - (finds ? 0 : job.tiles.lead), row = group * job.a.mid;
     if (group < 0 || row >= job.a.rows) return;
@@ -276,10 +283,12 @@ template <Kind kKind>
 void launch_flat(const QuantizeJob& job, cudaStream_t stream) {
     const auto grid = static_cast<unsigned>(thread_blocks(job));
     if constexpr (kKind != kMx) {
-        if (job.way == Way::kTogether) return together_kernel<kKind><<<grid, kFlatThreads, 0, stream>>>(job);
-        if (job.way == Way::kAhead) return ahead_kernel<kKind><<<grid, kFlatThreads, 0, stream>>>(job);
+        if (job.way == Way::kTogether)
+            return launch_kernel(together_kernel<kKind>, grid, kFlatThreads, 0, stream, job);
+        if (job.way == Way::kAhead)
+            return launch_kernel(ahead_kernel<kKind>, grid, kFlatThreads, 0, stream, job);
     }
-    flat_kernel<kKind><<<grid, kFlatThreads, 0, stream>>>(job);
+    launch_kernel(flat_kernel<kKind>, grid, kFlatThreads, 0, stream, job);
 }
 
 }  // namespace

@@ -34,6 +34,15 @@ FP4BF16_HD uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
     return bits_of({__double2half(double{x.x} * y.x + z.x), __double2half(double{x.y} * y.y + z.y)});
 #endif
 }
+// max(a b + c, 0)
+FP4BF16_HD uint32_t fma2_relu(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef __CUDA_ARCH__
+    return bits_of(__hfma2_relu(pair(a), pair(b), pair(c)));
+#else
+    const uint32_t v = fma2(a, b, c);
+    return v & ~((v >> 15 & 0x10001u) * 0xFFFFu);
+#endif
+}
 // Of non-negative halves, as integers.
 FP4BF16_HD uint32_t max2(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
@@ -87,11 +96,14 @@ FP4BF16_HD uint32_t shift_of(int to, int from) {
 }
 
 // ---- E2M1
-// 0 <= v < 7 rounded to {0, .5, 1, 1.5, 2, 3, 4, 6}: with p the power of two under v, or one, the last place
-// of 768 p is p / 2, the step of the grid.
+// 0 <= v < 9 rounded to {0, .5, 1, 1.5, 2, 3, 4, 6, 8}. Added to m = 512 + 508 max(v - 1, 0), v lands where
+// FP16's last place is the grid's step, .5, 1 or 2; within a quarter of 2 and of 4 it may be the next
+// octave's, which rounds to the same. m is a multiple of the step, an even one where v is a tie: ties go to
+// the even code. All in FP16's pipe, which the search's other halves, integers, leave free.
 FP4BF16_HD uint32_t e2m1_round(uint32_t v) {
-    const uint32_t p = max2(v & 0x7C007C00u, 0x3C003C00u);
-    return fma2(p, 0xE200E200u, fma2(p, 0x62006200u, v));  // -768, 768
+    const uint32_t over_one = fma2_relu(v, 0x3C003C00u, 0xBC00BC00u);  // 1, -1
+    const uint32_t m = fma2(over_one, 0x5FF05FF0u, 0x60006000u);       // 508, 512
+    return sub2(add2(v, m), m);
 }
 
 // Packed codes of eight: q 2^-14 has the code at the top of FP16's fields, under the sign.

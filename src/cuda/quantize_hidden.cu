@@ -7,6 +7,7 @@ namespace {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     const fp4bf16_quantize_args& a = job.a;
     const auto down = static_cast<const __nv_bfloat16*>(a.down_t);
     const int lane = threadIdx.x % 32;
@@ -34,11 +35,11 @@ fp4bf16_status quantize_hidden(const QuantizeJob& job, cudaStream_t stream) {
     const int64_t blocks = ceil_div(job.a.rows * job.a.rank, kThreads / 32);
     const auto grid = static_cast<unsigned>(blocks < 0x7FFFFFFF ? blocks : 0x7FFFFFFF);
     if (job.a.dtype == FP4BF16_FLOAT32)
-        hidden_kernel<float><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(hidden_kernel<float>, grid, kThreads, 0, stream, job);
     else if (job.a.dtype == FP4BF16_FLOAT16)
-        hidden_kernel<__half><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(hidden_kernel<__half>, grid, kThreads, 0, stream, job);
     else
-        hidden_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(hidden_kernel<__nv_bfloat16>, grid, kThreads, 0, stream, job);
     return cuda_result(cudaGetLastError(), "quantize");
 }
 

@@ -23,6 +23,7 @@ __device__ constexpr int held_threads() {
 template <Kind kKind, int kLanes, int kHeld>
 __global__ void __launch_bounds__(kLanes, held_threads<kKind, kHeld>() / kLanes)
     held_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     const int64_t row = blockIdx.x;
     const int lane = threadIdx.x, blocks = static_cast<int>(job.a.k_size / 16);
     const uint4* source = row_source(job, row);
@@ -97,6 +98,7 @@ struct RowPieces {
 template <Kind kKind, int kLanes, int kHeld, bool kStats>
 __global__ void __launch_bounds__(kLanes, (kStats ? 512 : 1024) / kLanes)
     shared_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     __shared__ RowPieces<kLanes, kHeld> pieces;
     const int64_t row = blockIdx.x;
     const int lane = threadIdx.x, blocks = static_cast<int>(job.a.k_size / 16);
@@ -129,12 +131,13 @@ constexpr int64_t kMostRowBlocks = 4 * 256;
 template <Kind kKind, int kLanes, int kHeld, bool kStats>
 void launch_shared(const QuantizeJob& job, cudaStream_t stream) {
     const auto rows = static_cast<unsigned>(job.a.rows);
-    shared_kernel<kKind, kLanes, kHeld, kStats><<<rows, kLanes, 0, stream>>>(job);
+    launch_kernel(shared_kernel<kKind, kLanes, kHeld, kStats>, rows, kLanes, 0, stream, job);
 }
 
 template <Kind kKind, int kLanes, int kHeld>
 void launch_held(const QuantizeJob& job, cudaStream_t stream) {
-    held_kernel<kKind, kLanes, kHeld><<<static_cast<unsigned>(job.a.rows), kLanes, 0, stream>>>(job);
+    launch_kernel(held_kernel<kKind, kLanes, kHeld>, static_cast<unsigned>(job.a.rows), kLanes, 0, stream,
+                  job);
 }
 
 template <Kind kKind>

@@ -73,6 +73,7 @@ __device__ void store_totals(const QuantizeJob& job, const Totals& totals, bool 
 // ---- rows of their own: a warp a row
 template <typename T, int kB>
 __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     const int lane = threadIdx.x % 32;
     const int64_t step = int64_t{gridDim.x} * (kThreads / 32);
     for (int64_t row = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; row < job.a.rows;
@@ -118,6 +119,7 @@ struct Tile {
 
 template <typename T, int kB>
 __global__ void __launch_bounds__(kThreads, 2) across_kernel(const __grid_constant__ QuantizeJob job) {
+    take_turn();
     __shared__ Tile<T, kB> tile;
     const int lane = threadIdx.x % kLanes, line = threadIdx.x / kLanes;
     const auto at = [&](int64_t, int j) { return tile.v[line][lane * (kB + 1) + j]; };
@@ -153,9 +155,9 @@ void launch(const QuantizeJob& job, cudaStream_t stream) {
     const int64_t groups = ceil_div(job.a.rows, job.a.after > 1 ? kRows : kThreads / 32);
     const auto grid = static_cast<unsigned>(groups < 0x7FFFFFFF ? groups : 0x7FFFFFFF);
     if (job.a.after > 1)
-        across_kernel<T, kB><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(across_kernel<T, kB>, grid, kThreads, 0, stream, job);
     else
-        rows_kernel<T, kB><<<grid, kThreads, 0, stream>>>(job);
+        launch_kernel(rows_kernel<T, kB>, grid, kThreads, 0, stream, job);
 }
 
 template <typename T>

@@ -96,7 +96,8 @@ void choose_way(QuantizeJob* job) {
 }
 
 int64_t found_bytes(const QuantizeJob& job) {
-    return groups(job) * parts(job) * static_cast<int64_t>(sizeof(uint32_t));
+    const int64_t found = groups(job) * parts(job);
+    return found == 0 ? 0 : (1 + found) * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 int64_t thread_blocks(const QuantizeJob& job) {

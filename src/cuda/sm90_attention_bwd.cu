@@ -142,12 +142,17 @@ __global__ void __launch_bounds__(kBlock, 1)
     extern __shared__ uint8_t raw[];
     const SharedRing<kRing> shared(raw);
     shared.init();
+    let_next_start();
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();
-        if (threadIdx.x < 32 && ptx::elect()) produce<kDim>(p, shared);
+        if (threadIdx.x < 32 && ptx::elect()) {
+            wait_for_previous();
+            produce<kDim>(p, shared);
+        }
         __syncwarp();
     } else {
         ptx::take_registers<232>();
+        wait_for_previous();
         consume<kDim>(p, shared);
     }
 }
@@ -185,7 +190,7 @@ fp4bf16_status launch_weights(const fp4bf16_attention_args& a, const Workspace& 
     p.tiles = static_cast<int>(p.blocks * a.heads * a.n);
     unsigned grid = 0;
     FP4BF16_TRY(persistent_grid(kOp, sm90_attention_weights_kernel<kDim>, p.tiles, &grid));
-    sm90_attention_weights_kernel<kDim><<<grid, kBlock, kSharedSize, stream>>>(p);
+    launch_kernel(sm90_attention_weights_kernel<kDim>, grid, kBlock, kSharedSize, stream, p);
     return cuda_result(cudaGetLastError(), kOp);
 }
 

@@ -124,12 +124,17 @@ __global__ void __launch_bounds__(kBlock, 1) sm90_attention_kernel(const __grid_
     extern __shared__ uint8_t raw[];
     const SharedRing<kStagesAll> shared(raw);
     shared.init();
+    let_next_start();
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();
-        if (threadIdx.x < 32 && ptx::elect()) produce<kDim>(p, shared);
+        if (threadIdx.x < 32 && ptx::elect()) {
+            wait_for_previous();
+            produce<kDim>(p, shared);
+        }
         __syncwarp();
     } else {
         ptx::take_registers<232>();
+        wait_for_previous();
         consume<kDim>(p, shared);
     }
 }
@@ -151,7 +156,7 @@ fp4bf16_status launch(const fp4bf16_attention_args& a, cudaStream_t stream) {
     p.tiles = static_cast<int>(p.blocks * a.heads * a.n);
     unsigned grid = 0;
     FP4BF16_TRY(persistent_grid(op, sm90_attention_kernel<kDim>, p.tiles, &grid));
-    sm90_attention_kernel<kDim><<<grid, kBlock, kSharedSize, stream>>>(p);
+    launch_kernel(sm90_attention_kernel<kDim>, grid, kBlock, kSharedSize, stream, p);
     return cuda_result(cudaGetLastError(), op);
 }
 

@@ -14,7 +14,9 @@ namespace {
 
 const ConvConfig* const kConfigs[] = {&kConvPromoted256x128N, &kConvPromoted256x128M, &kConvPromoted128x128,
                                       &kConvFast128x256,      &kConvFast256x128,      &kConvFast128x128,
-                                      &kConvGradient128x256,  &kConvGradient256x128,  &kConvGradient128x128};
+                                      &kConvGradient128x256,  &kConvGradient256x128,  &kConvGradient128x128,
+                                      &kConvTurns128x128,     &kConvTurns128x160,     &kConvPromoted128x160,
+                                      &kConvFast128x64};
 constexpr int kCount = sizeof kConfigs / sizeof kConfigs[0];
 
 // One track's operands.
@@ -34,7 +36,8 @@ struct Source {
 struct Problem {
     const char* op;
     bool n_major, promoted;
-    int n, h, w, o;  // of the result
+    bool boxes_of_64;  // channels: what is made of the staged result needs them
+    int n, h, w, o;    // of the result
     Source fp4, bf16;
     ConvParams params;  // what does not depend on the configuration
 
@@ -75,16 +78,28 @@ Box box_for(const Problem& p, int rows) {
 // ---- choice
 
 bool fits(const ConvConfig& c, const Problem& p) {
-    return c.n_major == p.n_major && c.promoted == p.promoted;
+    return c.n_major == p.n_major && c.promoted == p.promoted &&
+           (!p.boxes_of_64 || box_channels(c.tile_n) == 64);
 }
 
-// As of the GEMM: waves, times the k-tiles of an output tile and what comes between two, times its size.
+// Clocks of a k-tile. The tensor cores take 4096 products of FP8 (half as many of BF16) a clock, shared
+// memory moves 128 bytes: a wgmma reads its 64 rows of A and all of B, and each stage is written once. A
+// promoted sum that a warpgroup cannot add while the other's products run costs a sixth more (measured).
+double k_tile_clocks(const ConvConfig& c) {
+    const double m = c.tile_m, n = c.tile_n, products = m * n / 32;
+    const double moved = (m * 128 + m / 64 * n * 128 + (m + n) * 128) / 128;
+    return std::max({products, moved, c.promoted && c.tile_m == 256 ? products * 7 / 6 : 0});
+}
+
+// Waves of tiles, each its k-tiles and an epilogue of about two k-tiles of 128x256, which warpgroups in turn
+// leave uncovered only once.
 double cost(const ConvConfig& c, const Problem& p, int multiprocessors) {
     const int64_t tiles =
         ceil_div(box_for(p, c.tile_m).tiles(), c.cluster_m) * ceil_div(p.o, int64_t{c.tile_n} * c.cluster_n);
     const auto waves = static_cast<double>(ceil_div(tiles, multiprocessors / (c.cluster_m * c.cluster_n)));
-    const double size = c.tile_m * c.tile_n / 32768.0;
-    return waves * size * (size < 0.6 ? 1.15 : 1.0) * (static_cast<double>(p.k_tiles()) + 2);
+    const double epilogue = c.tile_m * c.tile_n / 16;
+    return waves * k_tile_clocks(c) * static_cast<double>(p.k_tiles()) +
+           (c.in_turn ? 1 + waves / 8 : waves) * epilogue;
 }
 
 int choose(const Problem& p, int multiprocessors) {
@@ -126,11 +141,36 @@ bool copy_engine_takes(const void* data, const int64_t (&strides)[3], int64_t n,
     return reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-fp4bf16_status result_maps(const Problem& p, const char* name, const void* data, const int64_t* strides,
-                           CUtensorMap* map) {
+fp4bf16_status result_maps(const ConvConfig& c, const Problem& p, const char* name, const void* data,
+                           const int64_t* strides, CUtensorMap* map) {
     PictureShape shape{p.o, p.w, p.h, p.n, strides, {}, 1};
-    box_sides(p.params, 64, 64, shape.box);
+    box_sides(p.params, 64, box_channels(c.tile_n), shape.box);
     return make_picture_map(p.op, name, data, 2, shape, map);
+}
+
+// ---- sums by channel
+
+bool is_staged(const Problem& p) {
+    const ConvParams& q = p.params;
+    return q.epilogue.d_dtype != FP4BF16_FLOAT32 &&
+           copy_engine_takes(q.epilogue.d, q.d_strides, p.n, p.h, p.w);
+}
+
+// Parts of an image's pixels, of so many rows of a tile; none where boxes reach beyond the pictures, or less
+// than the sixteen rows that are added up at once lie in one image.
+struct SumParts {
+    int64_t count;
+    int rows;
+};
+
+SumParts sum_parts(const ConvConfig& c, const Problem& p) {
+    const Box box = box_for(p, c.tile_m);
+    const int pixels = 1 << (box.log_w + box.log_h);                         // of an image in a tile
+    const int rows = std::min(pixels, c.in_turn ? c.tile_m : c.tile_m / 2);  // a warpgroup's
+    const int64_t count = box.tiles_w * box.tiles_h * (pixels / rows);
+    const bool whole = p.w % (1 << box.log_w) == 0 && p.h % (1 << box.log_h) == 0;
+    if (!whole || rows < 16 || count > INT32_MAX) return {};
+    return p.params.epilogue.d_dtype == FP4BF16_BFLOAT16 && is_staged(p) ? SumParts{count, rows} : SumParts{};
 }
 
 // ---- launch
@@ -168,7 +208,12 @@ fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream
     FP4BF16_TRY(
         source_maps(c, problem, problem.bf16, 2, problem.n_major ? "g" : "x16", "w16", &p.x16, &p.w16));
     const Epilogue& e = p.epilogue;
-    p.staged = e.d_dtype != FP4BF16_FLOAT32 && copy_engine_takes(e.d, p.d_strides, p.n, p.h, p.w);
+    p.staged = is_staged(problem);
+    if (p.sums != nullptr) {
+        const SumParts parts = sum_parts(c, problem);
+        p.sum_parts = static_cast<int>(parts.count);
+        for (p.log_part = 4; 1 << p.log_part < parts.rows;) ++p.log_part;
+    }
     p.prefetched = p.staged && p.residual != nullptr && p.residual_dtype == FP4BF16_BFLOAT16 &&
                    copy_engine_takes(p.residual, p.residual_strides, p.n, p.h, p.w);
     // Two biases at a time: 8 bytes of FP32, 4 of BF16.
@@ -177,9 +222,9 @@ fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream
     p.one_scale = p.one_image || p.image_scale_step == 0;
     p.extra = p.alpha != 1.0f || (p.image_bias != nullptr && !p.one_image) || e.activation != FP4BF16_NONE ||
               (p.residual != nullptr && !p.prefetched);
-    if (p.staged) FP4BF16_TRY(result_maps(problem, "d", e.d, p.d_strides, &p.d));
+    if (p.staged) FP4BF16_TRY(result_maps(c, problem, "d", e.d, p.d_strides, &p.d));
     if (p.prefetched)
-        FP4BF16_TRY(result_maps(problem, "residual", p.residual, p.residual_strides, &p.residual_map));
+        FP4BF16_TRY(result_maps(c, problem, "residual", p.residual, p.residual_strides, &p.residual_map));
     return c.launch(p, stream);
 }
 
@@ -189,11 +234,17 @@ fp4bf16_status multiprocessor_count(int* count) {
     return cuda_result(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "conv2d");
 }
 
+// Index of the configuration of that number, or of the one chosen; -1: none.
+int find_config(const Problem& p, int config, int multiprocessors) {
+    const int i = config == 0 ? choose(p, multiprocessors) : config - 1;
+    return i >= 0 && i < kCount && fits(*kConfigs[i], p) ? i : -1;
+}
+
 fp4bf16_status run(Problem& p, int config, cudaStream_t stream) {
     int count = 0;
     FP4BF16_TRY(multiprocessor_count(&count));
-    const int i = config == 0 ? choose(p, count) : config - 1;
-    if (i < 0 || i >= kCount || !fits(*kConfigs[i], p))
+    const int i = find_config(p, config, count);
+    if (i < 0)
         return fail(FP4BF16_INVALID_ARGUMENT,
                     "%s: config is %d, but there is none of that number (1 to %d) for these operands; pass 0",
                     p.op, config, kCount);
@@ -254,6 +305,8 @@ Problem forward_problem(const fp4bf16_conv2d_args& a) {
     q.image_scale = a.image_scale, q.image_scale_step = a.image_scale_step;
     q.image_bias = a.image_bias, q.image_bias_stride = a.image_bias_stride;
     q.image_bias_dtype = a.image_bias_dtype;
+    q.sums = a.sums;
+    p.boxes_of_64 = a.sums != nullptr || a.expanded != nullptr;
     return p;
 }
 
@@ -324,6 +377,15 @@ const char* sm90_conv2d_config(const fp4bf16_conv2d_args& a, int32_t config) {
     if (a.kh * a.kw >= kMostTaps) return "";
     const int i = choose(forward_problem(a), 132);  // of an H100 or H200
     return i < 0 ? "" : kConfigs[i]->name;
+}
+
+int64_t sm90_conv2d_sum_parts(const fp4bf16_conv2d_args& a) {
+    Problem p = forward_problem(a);
+    p.boxes_of_64 = true;
+    int count = 0;
+    if (multiprocessor_count(&count) != FP4BF16_OK) count = 132;
+    const int i = find_config(p, a.config, count);
+    return i < 0 ? 0 : sum_parts(*kConfigs[i], p).count;
 }
 
 fp4bf16_status sm90_conv2d_dgrad(const fp4bf16_conv2d_dgrad_args& a, cudaStream_t stream) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "sm90_conv_epilogue.cuh"
+#include "sm90_conv_sums.cuh"
 
 namespace fp4bf16 {
 
@@ -49,17 +50,17 @@ __device__ inline void load_weight(uint8_t* tile, const CUtensorMap* map, uint64
 }
 
 template <class C>
-__device__ inline void produce_residual(const ConvParams& p, const SharedStages<C>& shared, int stage,
-                                        const ConvCorner<C>& corner) {
-    constexpr int kBoxes = C::kTileN / 64;
-    ptx::barrier_arrive_expect_bytes(&shared.full[stage], C::kStagingBytes);
+__device__ inline void produce_residual(const ConvParams& p, const SharedStages<C>& shared, uint64_t* full,
+                                        int stage, const ConvCorner<C>& corner) {
+    using S = Staging<C>;
+    ptx::barrier_arrive_expect_bytes(full, C::kStagingBytes);
     for (int fragment = 0; fragment < C::kTileM / 64; ++fragment) {
         const Pixel at = pixel_of(p, corner.at, 64 * fragment);
-        for (int i = 0; i < kBoxes; ++i) {
-            const int offset = (fragment * kBoxes + i) * kBoxBytes;
-            uint8_t* target =
-                offset < C::kStageBytes ? shared.a(stage) + offset : shared.staging + offset - C::kStageBytes;
-            ptx::copy_picture_box(target, &p.residual_map, &shared.full[stage], corner.n + 64 * i, at.x, at.y,
+        for (int i = 0; i < S::kBoxes; ++i) {
+            const int offset = (fragment * S::kBoxes + i) * S::kBytes;
+            uint8_t* target = offset < C::kBorrowedBytes ? shared.a(stage) + offset
+                                                         : shared.staging + offset - C::kBorrowedBytes;
+            ptx::copy_picture_box(target, &p.residual_map, full, corner.n + S::kColumns * i, at.x, at.y,
                                   at.n);
         }
     }
@@ -107,12 +108,12 @@ __device__ inline void produce_conv(const ConvParams& p, const SharedStages<C>& 
         if (tile + clusters < p.schedule.total()) prefetch_tile<C>(p, tile + clusters, rank);
         if constexpr (C::kE4m3) load(&p.x8, &p.w8, p.fp4, 128);
         load(&p.x16, &p.w16, p.bf16, 64);
-        if (p.staged) {  // the next stage is the consumers' own
+        if (!C::kInTurn && p.staged) {  // the next stage is the consumers' own
             ptx::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
             if (p.prefetched) {
                 ptx::barrier_wait(own_empty, own_parity);
                 own_parity ^= 1;
-                produce_residual<C>(p, shared, ring.stage, corner);
+                produce_residual<C>(p, shared, &shared.full[ring.stage], ring.stage, corner);
             } else {
                 ptx::barrier_arrive(&shared.full[ring.stage]);
             }
@@ -123,103 +124,69 @@ __device__ inline void produce_conv(const ConvParams& p, const SharedStages<C>& 
 
 // ---- consumers
 
-template <class C>
-__device__ inline void consume_conv(const ConvParams& p, const SharedStages<C>& shared, uint64_t* own_empty,
-                                    int cluster, int clusters, int rank) {
-    const int group = uniform(threadIdx.x / 128 - 1);
+// The sums of a tile; `scale` is what follows those of the first track. In turn: `next_turn` is the barrier
+// that lets the other warpgroup begin.
+template <class C, bool kOwn, class Scale>
+__device__ __forceinline__ void multiply_conv(const ConvParams& p, Consumer<C, kOwn, true>& c,
+                                              Accumulators<C>& acc, uint32_t next_turn, Scale scale) {
     const bool e4m3 = C::kE4m3 && p.fp4.taps > 0;
+    if constexpr (C::kE4m3) {
+        if (e4m3) {
+            c.period = p.fp4.chunks, c.tail = p.fp4.tail;
+            c.next_turn = p.bf16.taps > 0 ? 0 : next_turn;
+            if constexpr (C::kPromote)
+                c.e4m3_promoted(acc, p.fp4.tiles());
+            else
+                c.e4m3_fast(acc, p.fp4.tiles());
+            scale();
+        }
+    }
+    if (p.bf16.taps > 0) {
+        c.period = p.bf16.chunks, c.tail = p.bf16.tail;
+        c.next_turn = next_turn;
+        if (e4m3) {
+            c.template bf16<false>(acc, p.bf16.tiles(), p.bf16.tail);
+        } else {
+            c.template bf16<true>(acc, p.bf16.tiles(), p.bf16.tail);
+            scale();
+        }
+    } else if (!C::kInTurn && !e4m3) {  // no tap meets these pixels
+#pragma unroll
+        for (int i = 0; i < C::kWaves * C::kAccumulators; ++i)
+            acc[i / C::kAccumulators][i % C::kAccumulators] = 0;
+        c.release_storing();
+        scale();
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void consume_conv(const ConvParams& p, const SharedStages<C>& shared, int cluster,
+                                             int clusters, int rank) {
+    const int group = uniform(threadIdx.x / 128 - 1);
     Consumer<C, true, true> c(shared, group);
-    c.own_empty = uniform(ptx::shared_address(own_empty));
     ColumnVectors<C::kTileN> columns(shared.columns + group * ColumnVectors<C::kTileN>::kFloats);
     for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
         const ConvCorner<C> corner(p, tile, rank);
         const Rows<C> rows(p, corner, group);
         Accumulators<C> acc;
         load_columns<C>(p, columns, corner);
-        auto scale = [&] {
+        multiply_conv<C>(p, c, acc, 0, [&] {
             columns.publish(1 + group);
             scale_rows<C>(p, acc, rows, columns);
-        };
-        if constexpr (C::kE4m3) {
-            if (e4m3) {
-                c.period = p.fp4.chunks, c.tail = p.fp4.tail;
-                if constexpr (C::kPromote)
-                    c.e4m3_promoted(acc, p.fp4.tiles());
-                else
-                    c.e4m3_fast(acc, p.fp4.tiles());
-                scale();
-            }
-        }
-        if (p.bf16.taps > 0) {
-            c.period = p.bf16.chunks, c.tail = p.bf16.tail;
-            if (e4m3) {
-                c.template bf16<false>(acc, p.bf16.tiles(), p.bf16.tail);
-            } else {
-                c.template bf16<true>(acc, p.bf16.tiles(), p.bf16.tail);
-                scale();
-            }
-        } else if (!e4m3) {  // no tap meets these pixels
-#pragma unroll
-            for (int i = 0; i < C::kWaves * C::kAccumulators; ++i)
-                acc[i / C::kAccumulators][i % C::kAccumulators] = 0;
-            c.release_storing();
-            scale();
-        }
+        });
         const int col = corner.n + threadIdx.x % 4 * 2;
         if (__builtin_expect(p.extra, 0)) finish_rows<C>(p, acc, rows, columns.biases(), col);
         if (p.staged) {
             c.wait_full();  // the stage that the producer left out
-            store_pixels<C>(p, shared, c.ring.stage, acc, group, corner);
+            const Staging<C> staging(shared, c.ring.stage);
+            store_pixels<C>(p, staging, acc, group, corner);
+            if (C::kE4m3 && p.sums != nullptr) sum_staged<C>(p, staging, group, corner);
             c.give_to_stores();
         } else {
             store_rows<C>(p, acc, rows, col);
         }
     }
     ptx::store_wait();
-}
-
-// ---- kernel
-
-template <class C>
-constexpr int kConvSharedBytes = C::kSharedBytes + 16;
-
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) sm90_conv(const __grid_constant__ ConvParams p) {
-    extern __shared__ uint8_t raw[];
-    const SharedStages<C> shared(raw);
-    uint64_t* own_empty = shared.empty + C::kStages;  // staging memory beside the ring: its stores are done
-    const int rank = C::kCluster == 1 ? 0 : ptx::cluster_rank();
-    const int cluster = blockIdx.x / C::kCluster, clusters = gridDim.x / C::kCluster;
-
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < C::kStages; ++i) {
-            ptx::barrier_init(&shared.full[i], 1);
-            ptx::barrier_init(&shared.empty[i], 8 * C::kCluster);  // the consumer warps
-        }
-        ptx::barrier_init(own_empty, 2);  // a thread of each consumer warpgroup
-        ptx::fence_barrier_init();
-    }
-    if constexpr (C::kCluster == 1)
-        __syncthreads();
-    else
-        ptx::cluster_arrive(), ptx::cluster_wait();
-
-    if (threadIdx.x < 128) {
-        ptx::give_registers<40>();
-        if (threadIdx.x < 32 && ptx::elect()) {
-            if (p.fp4.taps > 0) ptx::prefetch_map(&p.x8), ptx::prefetch_map(&p.w8);
-            if (p.bf16.taps > 0) ptx::prefetch_map(&p.x16), ptx::prefetch_map(&p.w16);
-            if (p.staged) ptx::prefetch_map(&p.d);
-            if (p.prefetched) ptx::prefetch_map(&p.residual_map);
-            produce_conv<C>(p, shared, own_empty, cluster, clusters, rank);
-        }
-        __syncwarp();
-    } else {
-        ptx::take_registers<232>();
-        consume_conv<C>(p, shared, own_empty, cluster, clusters, rank);
-    }
-    // No CTA leaves while another may still write to its shared memory or arrive at its barriers.
-    if constexpr (C::kCluster > 1) ptx::cluster_arrive(), ptx::cluster_wait();
 }
 
 }  // namespace fp4bf16

@@ -5,23 +5,27 @@
 
 namespace fp4bf16 {
 
-// The pixels of this thread's rows: two a fragment, eight rows apart.
+// The pixels of this thread's rows: two a fragment, eight rows apart. They are worked out where they are
+// needed, not kept in registers through the products.
 template <class C>
 struct Rows {
-    Pixel at[C::kWaves][2];
+    const ConvParams& p;
+    const Pixel& corner;
+    int first;
 
-    __device__ Rows(const ConvParams& p, const ConvCorner<C>& corner, int group) {
-        const int first = group * C::kWaves * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int i = 0; i < 2 * C::kWaves; ++i)
-            at[i / 2][i % 2] = pixel_of(p, corner.at, first + i / 2 * 64 + i % 2 * 8);
+    __device__ Rows(const ConvParams& p, const ConvCorner<C>& corner, int group)
+        : p(p),
+          corner(corner.at),
+          first(group * C::kWaves * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) {}
+    __device__ Pixel at(int wave, int half) const {
+        return pixel_of(p, corner, first + 64 * wave + 8 * half);
     }
-    __device__ bool inside(const ConvParams& p, int wave, int half) const {
-        const Pixel& q = at[wave][half];
+    __device__ bool inside(int wave, int half) const {
+        const Pixel q = at(wave, half);
         return q.x < p.w && q.y < p.h && q.n < p.n;
     }
     __device__ int64_t offset(const int64_t (&strides)[3], int wave, int half) const {
-        const Pixel& q = at[wave][half];
+        const Pixel q = at(wave, half);
         return q.n * strides[0] + q.y * strides[1] + q.x * strides[2];
     }
 };
@@ -75,7 +79,7 @@ __device__ inline void scale_rows(const ConvParams& p, Accumulators<C>& acc, con
     if (__builtin_expect(!p.one_scale && p.image_scale != nullptr, 0))
 #pragma unroll
         for (int i = 0; i < 2 * C::kWaves; ++i) {
-            const int image = min(rows.at[i / 2][i % 2].n, p.n - 1);
+            const int image = min(rows.at(i / 2, i % 2).n, p.n - 1);
             const float by_row = __ldg(p.image_scale + image * p.image_scale_step);
 #pragma unroll
             for (int j = 0; j < C::kAccumulators; ++j)
@@ -141,11 +145,12 @@ __device__ inline void finish_rows(const ConvParams& p, Accumulators<C>& acc, co
 #pragma unroll
     for (int wave = 0; wave < C::kWaves; ++wave) {
         bool there[2];
-        for (int half = 0; half < 2; ++half) there[half] = rows.inside(p, wave, half);
+        for (int half = 0; half < 2; ++half) there[half] = rows.inside(wave, half);
         if (p.alpha != 1.0f)
 #pragma unroll
             for (int i = 0; i < C::kAccumulators; ++i) acc[wave][i] *= p.alpha;
-        if (!p.one_image && p.image_bias != nullptr) add_image_bias(p, acc[wave], rows.at[wave], there, col);
+        if (!p.one_image && p.image_bias != nullptr)
+            add_image_bias(p, acc[wave], {rows.at(wave, 0), rows.at(wave, 1)}, there, col);
         finish_fragment(e, acc[wave], bias, 0, col, 0);
         if (p.residual != nullptr && !p.prefetched) {
             int64_t offset[2];
@@ -164,7 +169,7 @@ __device__ inline void store_rows(const ConvParams& p, const Accumulators<C>& ac
     for (int wave = 0; wave < C::kWaves; ++wave)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (!rows.inside(p, wave, half)) continue;
+            if (!rows.inside(wave, half)) continue;
             const int64_t base = rows.offset(p.d_strides, wave, half);
 #pragma unroll
             for (int i = 0; i < C::kAccumulators; i += 4) {
@@ -189,15 +194,15 @@ __device__ inline void store_rows(const ConvParams& p, const Accumulators<C>& ac
         }
 }
 
-// Adds the prefetched residual of columns 64 `box` .. + 63, which lies where the result will.
-template <int kAccumulators>
+// Adds the prefetched residual of the columns of box `box`, which lies where the result will.
+template <int kColumns, int kAccumulators>
 __device__ inline void add_box(float (&acc)[kAccumulators], int box, uint32_t memory) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-        float* v = acc + 4 * (8 * box + j);
+    for (int j = 0; j < kColumns / 8; j += 2) {
+        float* v = acc + 4 * (kColumns / 8 * box + j);
         uint32_t word[4];
-        ptx::load_matrices(memory + row * 128 + ((j + lane / 16) ^ (row % 8)) * 16, word);
+        ptx::load_matrices(memory + box_offset<kColumns>(row, j + lane / 16), word);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             v[2 * i] += __uint_as_float(word[i] << 16);
@@ -206,35 +211,50 @@ __device__ inline void add_box(float (&acc)[kAccumulators], int box, uint32_t me
     }
 }
 
+// Where a tile's result lies in shared memory until it is stored: boxes of 64 pixels and 64 channels (32
+// where a tile is not a multiple of 64 wide), in the stage that the producer left out and, what does not fit
+// there, in memory of its own.
 template <class C>
-__device__ inline void store_pixels(const ConvParams& p, const SharedStages<C>& shared, int stage,
-                                    Accumulators<C>& acc, int group, const ConvCorner<C>& corner) {
-    constexpr int kBoxes = C::kTileN / 64;
-    const uint32_t in_stage = uniform(ptx::shared_address(shared.a(stage)));
-    const uint32_t in_own = uniform(ptx::shared_address(shared.staging)) - C::kStageBytes;
-    auto memory = [&](int wave, int i) -> uint32_t {
-        const int at = ((group * C::kWaves + wave) * kBoxes + i) * kBoxBytes;
-        return (at < C::kStageBytes ? in_stage : in_own) + at;
-    };
+struct Staging {
+    static constexpr int kColumns = box_channels(C::kTileN);
+    static constexpr int kBoxes = C::kTileN / kColumns;  // of a fragment
+    static constexpr int kBytes = 64 * kColumns * 2;     // of a box
+    uint32_t in_stage, in_own;
+
+    __device__ Staging(const SharedStages<C>& shared, int stage)
+        : in_stage(uniform(ptx::shared_address(shared.a(stage)))),
+          in_own(uniform(ptx::shared_address(shared.staging)) - C::kBorrowedBytes) {}
+    __device__ uint32_t box(int fragment, int i) const {
+        const int at = (fragment * kBoxes + i) * kBytes;
+        return (at < C::kBorrowedBytes ? in_stage : in_own) + at;
+    }
+};
+
+template <class C>
+__device__ inline void store_pixels(const ConvParams& p, const Staging<C>& staging, Accumulators<C>& acc,
+                                    int group, const ConvCorner<C>& corner) {
+    constexpr int kBoxes = Staging<C>::kBoxes, kColumns = Staging<C>::kColumns;
 #pragma unroll
     for (int wave = 0; wave < C::kWaves; ++wave)
 #pragma unroll
         for (int i = 0; i < kBoxes; ++i) {
-            if (p.prefetched) add_box(acc[wave], i, memory(wave, i));
+            const uint32_t memory = staging.box(group * C::kWaves + wave, i);
+            if (p.prefetched) add_box<kColumns>(acc[wave], i, memory);
             if (p.epilogue.d_dtype == FP4BF16_BFLOAT16)
-                stage_box<FP4BF16_BFLOAT16>(acc[wave], i, memory(wave, i));
+                stage_box<FP4BF16_BFLOAT16, kColumns>(acc[wave], i, memory);
             else
-                stage_box<FP4BF16_FLOAT16>(acc[wave], i, memory(wave, i));
+                stage_box<FP4BF16_FLOAT16, kColumns>(acc[wave], i, memory);
         }
     ptx::fence_async_shared();
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+    asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128) : "memory");
     if (threadIdx.x % 128 >= 32 || !ptx::elect()) return;
 #pragma unroll
     for (int wave = 0; wave < C::kWaves; ++wave) {
-        const Pixel at = pixel_of(p, corner.at, 64 * (group * C::kWaves + wave));
+        const int fragment = group * C::kWaves + wave;
+        const Pixel at = pixel_of(p, corner.at, 64 * fragment);
 #pragma unroll
         for (int i = 0; i < kBoxes; ++i)
-            ptx::store_picture_box(&p.d, memory(wave, i), corner.n + 64 * i, at.x, at.y, at.n);
+            ptx::store_picture_box(&p.d, staging.box(fragment, i), corner.n + kColumns * i, at.x, at.y, at.n);
     }
     ptx::store_commit();
 }

@@ -1,7 +1,9 @@
 // What a convolution on Hopper is given, and where its tiles lie.
 #pragma once
 
+#include "sm90_conv_host.h"
 #include "sm90_dual.cuh"
+#include "wgmma_conv.cuh"
 
 namespace fp4bf16 {
 
@@ -48,6 +50,11 @@ struct ConvParams {
     int64_t image_scale_step, image_bias_stride;
     int image_bias_dtype, residual_dtype;
     int64_t d_strides[3], residual_strides[3];
+    float* sums;    // (n, sum_parts, o, 2), of the staged BF16 result; NULL: not wanted
+    int sum_parts;  // of an image
+    int log_part;   // rows of a part, which lie in one warpgroup's: 16 or more
+    uint8_t* expanded;
+    int expanded_exponent;
 };
 
 // Where a tile lies.

@@ -6,6 +6,7 @@
 // grid is persistent. CTAs of a cluster share the larger operand tile: each loads half of it and multicasts.
 #pragma once
 
+#include "launch.cuh"
 #include "pipeline.cuh"
 #include "scheduler.cuh"
 #include "wgmma.cuh"
@@ -102,7 +103,7 @@ using Accumulators = float[C::kWaves][C::kAccumulators];
 __device__ inline uint32_t uniform(uint32_t value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
 
 // What one consumer warpgroup keeps. kOwn: it tells the producer when its staging memory is free
-// (`own_empty`), kTails: every `period`-th k-tile is cut short, at `tail` steps.
+// (the barrier behind those of the ring), kTails: every `period`-th k-tile is cut short, at `tail` steps.
 template <class C, bool kOwn = false, bool kTails = false>
 struct Consumer {
     static constexpr uint32_t kStageStep = C::kStageBytes >> 4;  // in descriptors
@@ -114,7 +115,7 @@ struct Consumer {
     uint32_t offset = 0;      // of the stage that was waited for last
     int held = -1;            // stage that wgmmas in flight still read
     int storing = -1;         // stage that this warpgroup's stores still read
-    uint32_t own_empty = 0;   // address of a barrier
+    uint32_t next_turn = 0;   // in turn: address of the other's barrier, 0 where this tile has another track
     int period = 0, tail = 4, left = 0;
 
     __device__ Consumer(const SharedStages<C>& shared, int group)
@@ -157,7 +158,7 @@ struct Consumer {
             ptx::store_wait_read();
             __syncwarp();
             release(storing);
-            if (kOwn && threadIdx.x % 128 == 0) ptx::barrier_arrive(own_empty);
+            if (kOwn && threadIdx.x % 128 == 0) ptx::barrier_arrive(empty + 8 * C::kStages);
         }
         storing = -1;
     }
@@ -176,6 +177,7 @@ struct Consumer {
         release_storing();
     }
     __device__ void drain() {
+        if (C::kInTurn && next_turn != 0 && threadIdx.x % 32 == 0) ptx::barrier_arrive(next_turn);
         ptx::wgmma_wait<0>();
         if (held >= 0) release(held);
         held = -1;
@@ -448,17 +450,20 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_dual_gemm(const __grid_co
     else
         ptx::cluster_arrive(), ptx::cluster_wait();
 
+    let_next_start();
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();
         if (threadIdx.x < 32 && ptx::elect()) {
             if (p.k8_tiles > 0) ptx::prefetch_map(&p.a8), ptx::prefetch_map(&p.b8);
             if (p.k16_tiles > 0) ptx::prefetch_map(&p.a16), ptx::prefetch_map(&p.b16);
             if (p.staged) ptx::prefetch_map(&p.d);
+            wait_for_previous();
             produce<C>(p, shared, cluster, clusters, rank);
         }
         __syncwarp();
     } else {
         ptx::take_registers<232>();
+        wait_for_previous();
         consume<C>(p, shared, cluster, clusters, rank);
     }
     // No CTA leaves while another may still write to its shared memory or arrive at its barriers.

@@ -226,6 +226,7 @@ __device__ inline void begin(Shared<kRank>& s, const Work& w) {
         ptx::barrier_init(&s.partial_free, w.ctas);
         ptx::fence_barrier_init();
     }
+    take_turn();
     if (w.args.outliers > 0 && threadIdx.x <= S::kMostBoxes) {  // first index at or behind the box
         const int64_t column = int64_t{Part(w).first + static_cast<int>(threadIdx.x)} * kColumns;
         int64_t low = 0, high = w.args.outliers;
@@ -283,10 +284,9 @@ uint32_t ctas_for(const fp4bf16_quantize_args& a) {
     return ctas;
 }
 
-// A launch without its grid, and how many clusters of it run at once; 0: this GPU has no room for one.
+// How many clusters of `ctas` run at once; 0: this GPU has no room for one.
 template <int kRank, typename Rules>
-fp4bf16_status configure(uint32_t ctas, cudaLaunchConfig_t* config, cudaLaunchAttribute* cluster,
-                         int* active) {
+fp4bf16_status configure(uint32_t ctas, int* active) {
     static int known[kDevices][kMostCtas + 1] = {};  // one more than there are
     constexpr int kBytes = sizeof(Shared<kRank>);
     static_assert(kBytes <= 227 * 1024, "a CTA of sm_90 has at most 227 KB of shared memory");
@@ -297,15 +297,9 @@ fp4bf16_status configure(uint32_t ctas, cudaLaunchConfig_t* config, cudaLaunchAt
                             "quantize"));
     FP4BF16_TRY(cuda_result(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                             "quantize"));
-    cluster->id = cudaLaunchAttributeClusterDimension;
-    cluster->val.clusterDim = {ctas, 1, 1};
-    config->gridDim = dim3(ctas);
-    config->blockDim = dim3(kCtaThreads);
-    config->dynamicSmemBytes = kBytes;
-    config->attrs = cluster;
-    config->numAttrs = 1;
     if (device < kDevices && known[device][ctas] > 0) return *active = known[device][ctas] - 1, FP4BF16_OK;
-    FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(active, kernel, config), "quantize"));
+    const LaunchPlan one(ctas, kCtaThreads, kBytes, nullptr, ctas);
+    FP4BF16_TRY(cuda_result(cudaOccupancyMaxActiveClusters(active, kernel, &one.config()), "quantize"));
     if (device < kDevices) known[device][ctas] = *active + 1;
     return FP4BF16_OK;
 }
@@ -313,26 +307,21 @@ fp4bf16_status configure(uint32_t ctas, cudaLaunchConfig_t* config, cudaLaunchAt
 template <int kRank, typename Rules>
 fp4bf16_status launch(const Work& w, const CUtensorMap& x_map, const CUtensorMap& down_map,
                       cudaStream_t stream) {
-    cudaLaunchConfig_t config{};
-    cudaLaunchAttribute cluster{};
     int active = 0;
-    FP4BF16_TRY((configure<kRank, Rules>(w.ctas, &config, &cluster, &active)));
-    config.stream = stream;
-    config.gridDim.x = w.ctas * static_cast<unsigned>(std::min(std::max(active, 1), w.tiles));
-    return cuda_result(cudaLaunchKernelEx(&config, branch_kernel<kRank, Rules>, x_map, down_map, w),
-                       "quantize");
+    FP4BF16_TRY((configure<kRank, Rules>(w.ctas, &active)));
+    const unsigned clusters = static_cast<unsigned>(std::min(std::max(active, 1), w.tiles));
+    launch_clusters(w.ctas, branch_kernel<kRank, Rules>, w.ctas * clusters, kCtaThreads,
+                    sizeof(Shared<kRank>), stream, x_map, down_map, w);
+    return cuda_result(cudaGetLastError(), "quantize");
 }
 
 // Clusters of more than eight CTAs need not fit (a slice of a GPU may have fewer multiprocessors together).
 bool cluster_fits(const fp4bf16_quantize_args& a) {
     const uint32_t ctas = ctas_for(a);
     if (ctas <= 8) return true;
-    cudaLaunchConfig_t config{};
-    cudaLaunchAttribute cluster{};
     int active = 0;
-    const fp4bf16_status status = a.rank <= 64
-                                      ? configure<64, RowRules<kTe>>(ctas, &config, &cluster, &active)
-                                      : configure<128, RowRules<kTe>>(ctas, &config, &cluster, &active);
+    const fp4bf16_status status = a.rank <= 64 ? configure<64, RowRules<kTe>>(ctas, &active)
+                                               : configure<128, RowRules<kTe>>(ctas, &active);
     return status == FP4BF16_OK && active > 0;
 }
 

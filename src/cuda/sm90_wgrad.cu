@@ -179,7 +179,7 @@ __device__ void reduce_bias(const ReduceParams& p, int o) {
 
 // A thread has four columns of dw, or one element of db.
 __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ ReduceParams p) {
-    ptx::wait_for_previous();
+    take_turn();
     const int quads = p.partial != nullptr ? p.o * (p.row / 4) : 0;
     const int64_t all = quads + int64_t{p.sums != nullptr ? p.o : 0};
     for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < all;
@@ -203,14 +203,8 @@ fp4bf16_status reduce(const fp4bf16_conv2d_wgrad_args& a, const WgradPlan& plan,
     const int64_t work =
         (p.partial != nullptr ? int64_t{p.o} * (p.row / 4) : 0) + (p.sums != nullptr ? p.o : 0);
     if (work == 0) return FP4BF16_OK;
-    cudaLaunchAttribute early{};  // its blocks wait for the sums themselves
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t launch{};
-    launch.gridDim = dim3(grid_for(work)), launch.blockDim = dim3(kThreads);
-    launch.stream = stream, launch.attrs = &early, launch.numAttrs = 1;
-    const cudaError_t error = cudaLaunchKernelEx(&launch, reduce_kernel, p);
-    return cuda_result(error != cudaSuccess ? error : cudaGetLastError(), "conv2d_wgrad");
+    launch_kernel(reduce_kernel, grid_for(work), kThreads, 0, stream, p);
+    return cuda_result(cudaGetLastError(), "conv2d_wgrad");
 }
 
 }  // namespace

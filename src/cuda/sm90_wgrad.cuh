@@ -214,18 +214,23 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_wgrad(const __grid_consta
     else
         ptx::cluster_arrive(), ptx::cluster_wait();
 
-    ptx::launch_dependents();
+    let_next_start();
 
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();
         if (threadIdx.x < 32 && ptx::elect()) {
             ptx::prefetch_map(&p.g), ptx::prefetch_map(&p.x);
+            wait_for_previous();
             produce_wgrad<C>(p, shared, cluster, clusters, rank);
         }
-        if (threadIdx.x / 32 == 1 && p.sums != nullptr) sum_gradient<C>(p, shared, cluster, clusters, rank);
+        if (threadIdx.x / 32 == 1 && p.sums != nullptr) {
+            wait_for_previous();
+            sum_gradient<C>(p, shared, cluster, clusters, rank);
+        }
         __syncwarp();
     } else {
         ptx::take_registers<232>();
+        wait_for_previous();
         consume_wgrad<C>(p, shared, cluster, clusters, rank);
     }
     // No CTA leaves while another may still write to its shared memory or arrive at its barriers.

@@ -80,10 +80,11 @@ fp4bf16_status make_picture_map(const char* function, const char* name, const vo
         strides[i - 1] = static_cast<cuuint64_t>(stride * element_bytes);
         spare = stride;
     }
-    const CUresult result =
-        encode(map, data_type(element_bytes), 4, const_cast<void*>(pointer), sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto swizzle =
+        shape.box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+    const CUresult result = encode(map, data_type(element_bytes), 4, const_cast<void*>(pointer), sizes,
+                                   strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return FP4BF16_OK;
     return fail(
         FP4BF16_INVALID_ARGUMENT,

@@ -20,8 +20,9 @@ fp4bf16_status make_tensor_map(const char* function, const char* name, const voi
                                const MapShape& shape, CUtensorMap* map);
 
 // Pictures (n, h, w, channels), strides in elements of image, row, pixel. A box is `box` = (channels, pixels
-// of a row, rows, images) as they lie in shared memory, channels innermost, under the 128-byte swizzle; its
-// pixels and rows are `step` apart in the picture (1 or 2), its place is given in the picture's own pixels.
+// of a row, rows, images) as they lie in shared memory, channels innermost, under the 128-byte swizzle (the
+// 64-byte one where they are 64 bytes); its pixels and rows are `step` apart in the picture (1 or 2), its
+// place is given in the picture's own pixels.
 struct PictureShape {
     int64_t channels, w, h, n;
     const int64_t* strides;

@@ -5,7 +5,7 @@ it nearly empty, tap after tap. Both convolutions are therefore made 1x1, with t
 
     the first   the values that an output pixel meets, side by side, times the weight's rows (O, kh kw C)
     the last    each pixel times the weight as rows (O kh kw, C), then the sum of what its neighbours hold for
-                each output; the gradient in the prediction is spread to the taps first
+                each output, in one kernel; the gradient in the prediction is spread to the taps first
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .products import Feed, Layer, Norm, given, input_gradient, normed, pictures
 from .workspace import Run, converted, part, shaped
 
 _FEW_CHANNELS = 16  # of pictures: their 3 x 3 patches have 144 values at most, a layer's result 128 or more
-_FEW_OUTPUTS = 64  # of all taps, in float32: no wider than the 128 channels in BF16 that they are made from
+_FEW_OUTPUTS, _FEW_INPUTS = 64, 1024  # of all taps, and channels: what `conv2d_few` takes
 
 
 def pointwise(layer: Layer, o: int, c: int) -> Layer:
@@ -71,25 +71,17 @@ class Last:
         self.few = layer.stride == 1 and self.taps.o <= _FEW_OUTPUTS
 
     def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
-        track = self.layer.track
+        layer, track = self.layer, self.layer.track
         feed, statistics = normed(run, self.norm, x, True, track)
-        if self.few and track == "bf16":
-            self._sum_of_taps(run, feed.x, out)
+        if self.few and track == "bf16" and layer.c <= _FEW_INPUTS:
+            cuda_elementwise.conv2d_few(feed.x, layer.sixteen(run), layer.bias(run), out,
+                                        layer.geometry(feed.x.shape), run.stream)  # fmt: skip
         else:
-            product(run, self.layer, feed, out)
+            product(run, layer, feed, out)
         if not run.recording:
             return None
         run.hold("saved BF16", x)
         return Kept(track, feed.again, x.shape, (x, statistics))
-
-    def _sum_of_taps(self, run: Run, x: DeviceArray, out: DeviceArray) -> None:
-        taps, wide = self.taps, round_up(self.taps.o, 8)  # whole sectors of memory are written
-        weight = run.weights.bf16_of(f"{taps.name}.weight", outputs=wide, shape=taps.shape, stream=run.stream)
-        products = run.empty((*x.shape[:3], wide), "float32")
-        geometry = taps.geometry(x.shape)._replace(o=wide)
-        cuda_conv.forward(geometry, products, run.stream, x16=x, w16=shaped(weight, (wide, *taps.shape[1:])))
-        cuda_elementwise.gather_taps(part(products, 0, taps.o), self.layer.bias(run), out,
-                                     self.layer.geometry(x.shape), run.stream)  # fmt: skip
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         g = part(converted(run, g, round_up(self.layer.o, 8)), 0, self.layer.o)

@@ -183,7 +183,7 @@ class _Pool:
         """What was traced gets its places; the free blocks go to the device before theirs is taken."""
         if not isinstance(self._book, Trace):
             return
-        self._book = placement = Placement(self._book.inner())
+        self._book = placement = Placement(self._book)
         self.give_back()
         try:
             self._block = self._blocks.malloc(placement.size) if placement.size else None

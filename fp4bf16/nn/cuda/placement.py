@@ -54,6 +54,10 @@ class Trace:
         self._time += 1
         self._returned = self._time
 
+    def again(self) -> list[Span]:
+        """What another run will take, in order: all but what lives still, which was made to stay."""
+        return [s for s in self._spans if s.died >= 0]
+
     def inner(self) -> list[Span]:
         """The arrays that were freed before the function returned."""
         return [s for s in self._spans if s.died >= 0 and (self._returned is None or s.died < self._returned)]
@@ -111,22 +115,25 @@ def arrange(spans: Sequence[Span]) -> int:
 
 class Placement:
     """Places for another run of the function: the n-th array of a size goes where the n-th of that size lay.
-    A run that differs is told so by None, wherever a place is taken or none is known.
+    None says that it has no place here: it is a result (which counts all the same, or it would keep for good
+    the place of an intermediate array of its size), the place is taken, or there were fewer such arrays.
     """
 
-    def __init__(self, spans: Sequence[Span]):
-        self.size = arrange(spans) if spans else 0
-        self._places: dict[int, deque[Span]] = {}
+    def __init__(self, trace: Trace):
+        inner = trace.inner()
+        self.size = arrange(inner) if inner else 0
+        self._places: dict[int, deque[Span | None]] = {}
         self._live: set[Span] = set()
-        for span in sorted(spans, key=lambda s: s.born):
-            self._places.setdefault(span.size, deque()).append(span)
+        placed = set(inner)
+        for span in trace.again():
+            self._places.setdefault(span.size, deque()).append(span if span in placed else None)
 
     def take(self, size: int) -> Span | None:
         places = self._places.get(rounded(size))
         if not places:
             return None
         span = places.popleft()
-        if any(span.offset < other.end and other.offset < span.end for other in self._live):
+        if span is None or any(span.offset < other.end and other.offset < span.end for other in self._live):
             return None
         self._live.add(span)
         return span

@@ -254,9 +254,10 @@ def _backward(g: Any, arrays: None, saved: tuple, needs: list[bool], network: Ne
     if run.version != run.weights.version:
         raise RuntimeError("UNet2D: backward: the weights have changed since this forward; call backward "
                            "before they are stepped or loaded, or run the forward again")  # fmt: skip
-    gradient = device.contiguous(gradient)
+    gradient, forward = device.contiguous(gradient), run.stream
     with device.on(gradient):
         network.backward(run.on_this_stream(), kept, gradient)
+        device.follow(forward, gradient)  # to which the memory of `kept` goes back
     return [None] * len(needs)
 
 
