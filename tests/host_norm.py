@@ -68,14 +68,29 @@ class Norm:
     def _grouped(self, a, x: np.ndarray) -> np.ndarray:
         return x.astype(np.float64).reshape(a.n, a.pixels, a.groups, a.c // a.groups)
 
+    def _given(self, a) -> tuple[np.ndarray, np.ndarray]:
+        """Means and variances (n, 1, groups, 1) from the sums by channel."""
+        sources = [i for i in range(2) if self.at(a.sums[i])]
+        assert sum(a.sum_channels[i] for i in sources) == a.c, "sum_channels"
+        shapes = [(a.n, a.sum_parts[i], a.sum_channels[i], 2) for i in sources]
+        sums = [memory(self.at(a.sums[i]), s, np.float32) for i, s in zip(sources, shapes, strict=True)]
+        by_channel = np.concatenate([s.sum(1, dtype=np.float32) for s in sums], 1).astype(np.float64)
+        total = by_channel.reshape(a.n, 1, a.groups, a.c // a.groups, 2).sum(3, keepdims=True)
+        first, second = (total[..., k] / (a.pixels * a.c // a.groups) for k in range(2))
+        return first.astype(np.float32).astype(np.float64), np.maximum(second - first**2, 0)
+
     def forward(self, a) -> None:
         self._check(a)
         if 0 in (a.n, a.pixels, a.c):
             return
         gamma, beta = (self._floats(a, name, a.c).astype(np.float64) for name in ("gamma", "beta"))
         x = self._grouped(a, self._picture(a, "x"))
-        mean = x.mean((1, 3), keepdims=True).astype(np.float32).astype(np.float64)
-        rstd = (1 / np.sqrt(((x - mean) ** 2).mean((1, 3), keepdims=True) + a.eps)).astype(np.float32)
+        if self.at(a.sums[0]):
+            mean, variance = self._given(a)
+        else:
+            mean = x.mean((1, 3), keepdims=True).astype(np.float32).astype(np.float64)
+            variance = ((x - mean) ** 2).mean((1, 3), keepdims=True)
+        rstd = (1 / np.sqrt(variance + a.eps)).astype(np.float32)
         y = ((x - mean) * rstd).reshape(a.n, a.pixels, a.c) * gamma + beta
         y = rounded(silu(y) if a.activation else y)
         for name, value in (("mean", mean), ("rstd", rstd)):

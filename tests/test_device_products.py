@@ -26,7 +26,7 @@ from fp4bf16.nn.cuda.products import (
     upsampled,
     weight_gradient,
 )
-from fp4bf16.nn.cuda.workspace import SAVES, Run, part
+from fp4bf16.nn.cuda.workspace import SAVES, Pictures, Run, part
 from fp4bf16.python_ref.formats import E4M3
 
 CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -146,9 +146,9 @@ def test_the_backward_sees_what_the_forward_saw(c, save, rng):
     net = Net(rng, c, 8)
     run, x = run_of(net, save=save), rng.standard_normal((2, 4, 3, c)).astype(np.float32)
     norm, source = Norm("norm", net.norm), placed(x)
-    feed, statistics = normed(run, norm, source, True, "fp4")
+    feed, statistics = normed(run, norm, Pictures(source), True, "fp4")
     assert statistics["mean"].shape == (2, 4)
-    y = numbers(normed(run, norm, source, True, "bf16")[0].x)
+    y = numbers(normed(run, norm, Pictures(source), True, "bf16")[0].x)
     for found, near in ((feed, y), (pictures(run, source, "fp4"), rounded(x))):
         scale = numbers(found.scale).reshape(-1, 1, 1, 1)
         seen = (E4M3[numbers(found.x).astype(np.uint8)] * scale)[..., :c]

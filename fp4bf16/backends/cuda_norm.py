@@ -7,6 +7,7 @@ spaced. Nothing is checked here that the library checks, and nothing is converte
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ..device import DeviceArray
 from ..errors import ShapeError
@@ -54,6 +55,7 @@ def group_norm(
     silu: bool, y: DeviceArray | None = None, expanded: DeviceArray | None = None,
     packed: DeviceArray | None = None, block_scale: DeviceArray | None = None,
     outer_scale: DeviceArray | None = None, mean: DeviceArray | None = None, rstd: DeviceArray | None = None,
+    sums: Sequence[DeviceArray] | None = None,
 ) -> None:  # fmt: skip
     """y = (x - mean) * rstd * gamma + beta over each group, through SiLU with `silu`; any of the results.
 
@@ -62,10 +64,18 @@ def group_norm(
         expanded: uint8 of x's shape, E4M3. packed: uint8 (N, pixels..., C / 2), with block_scale (N,
             pixels..., C / 16). Either is y in nvfp4_exact with one outer_scale (1,) float32 for all, which
             no y can exceed 288 times of.
+        sums: one or two (N, parts, channels, 2) float32, of the first channels of x and of the others: the
+            sums and the sums of squares over parts of an image's pixels, as `conv2d` writes them. x is then
+            read once. None: the statistics are computed from x.
     """
     fields = _pictures(_shape(x, groups, silu), x=x, y=y)
     fields = _arrays(fields, gamma=gamma, beta=beta, expanded=expanded, packed=packed,
                      block_scale=block_scale, outer_scale=outer_scale, mean=mean, rstd=rstd)  # fmt: skip
+    if sums:
+        pad = (0,) * (2 - len(sums))
+        fields |= {"sums": (*(s.address for s in sums), *pad),
+                   "sum_parts": (*(s.shape[1] for s in sums), *pad),
+                   "sum_channels": (*(s.shape[2] for s in sums), *pad)}  # fmt: skip
     _launch("group_norm", fields | {"eps": eps}, x, stream)
 
 

@@ -193,10 +193,10 @@ fp4bf16_status simple_conv2d(const char* op, const fp4bf16_conv2d_args& args, in
         launch_kernel(sums_kernel, grid_for(args.n * parts * args.o), kThreads, 0, stream, args, parts);
         FP4BF16_TRY(cuda_result(cudaGetLastError(), op));
     }
-    return args.expanded == nullptr ? FP4BF16_OK : expand_result(op, args, stream);
+    return args.expanded == nullptr ? FP4BF16_OK : simple_expand_result(op, args, stream);
 }
 
-fp4bf16_status expand_result(const char* op, const fp4bf16_conv2d_args& args, cudaStream_t stream) {
+fp4bf16_status simple_expand_result(const char* op, const fp4bf16_conv2d_args& args, cudaStream_t stream) {
     const int64_t blocks = args.n * args.oh * args.ow * (args.o / 16);
     launch_kernel(expand_kernel, grid_for(blocks), kThreads, 0, stream, args);
     return cuda_result(cudaGetLastError(), op);

@@ -86,7 +86,7 @@ __device__ inline void store_blocks_as(const fp4bf16_group_norm_args& a, BlockRu
             y[0] = make_uint4(w[0], w[1], w[2], w[3]), y[1] = make_uint4(w[4], w[5], w[6], w[7]);
             run.y += run.every * a.y_pixel;
         }
-        quantize_block16<kExpanded>(w, o, window, FourBit(a, run.block), 0, i, &special);
+        if (!quantize_block16<kExpanded>(w, o, window, FourBit(a, run.block), 0)) special |= 1u << i;
     }
     for (; special != 0; special &= special - 1) {
         const int k = __ffs(static_cast<int>(special)) - 1 - run.count;  // from behind the last

@@ -36,8 +36,7 @@ struct Source {
 struct Problem {
     const char* op;
     bool n_major, promoted;
-    bool boxes_of_64;  // channels: what is made of the staged result needs them
-    int n, h, w, o;    // of the result
+    int n, h, w, o;  // of the result
     Source fp4, bf16;
     ConvParams params;  // what does not depend on the configuration
 
@@ -78,8 +77,7 @@ Box box_for(const Problem& p, int rows) {
 // ---- choice
 
 bool fits(const ConvConfig& c, const Problem& p) {
-    return c.n_major == p.n_major && c.promoted == p.promoted &&
-           (!p.boxes_of_64 || box_channels(c.tile_n) == 64);
+    return c.n_major == p.n_major && c.promoted == p.promoted;
 }
 
 // Clocks of a k-tile. The tensor cores take 4096 products of FP8 (half as many of BF16) a clock, shared
@@ -306,7 +304,6 @@ Problem forward_problem(const fp4bf16_conv2d_args& a) {
     q.image_bias = a.image_bias, q.image_bias_stride = a.image_bias_stride;
     q.image_bias_dtype = a.image_bias_dtype;
     q.sums = a.sums;
-    p.boxes_of_64 = a.sums != nullptr || a.expanded != nullptr;
     return p;
 }
 
@@ -380,8 +377,7 @@ const char* sm90_conv2d_config(const fp4bf16_conv2d_args& a, int32_t config) {
 }
 
 int64_t sm90_conv2d_sum_parts(const fp4bf16_conv2d_args& a) {
-    Problem p = forward_problem(a);
-    p.boxes_of_64 = true;
+    const Problem p = forward_problem(a);
     int count = 0;
     if (multiprocessor_count(&count) != FP4BF16_OK) count = 132;
     const int i = find_config(p, a.config, count);

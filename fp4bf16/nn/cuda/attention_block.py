@@ -12,7 +12,7 @@ from ...adapters import DeviceArray
 from ...backends import cuda_attention
 from .blocks import summed
 from .products import Group, Layer, Norm, Part, input_gradient, normed, pictures, product, weight_gradient
-from .workspace import Run, part, seen
+from .workspace import Pictures, Run, part, seen
 
 
 class Kept(NamedTuple):
@@ -40,6 +40,8 @@ class AttentionBlock:
         self.outward = Layer(f"{name}.to_out.0", module.to_out[0])
         self.heads = module.heads
 
+    reads_sums = True
+
     @staticmethod
     def output(shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -60,8 +62,8 @@ class AttentionBlock:
         return (self.outward.c // self.heads) ** -0.5
 
     # ---- forward
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
-        n, h, w, c = x.shape
+    def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Kept | None]:
+        n, h, w, c = x.array.shape
         parts, track = self.inward.parts(), self.outward.track
         feeds, statistics = {}, {}
         for kind in dict.fromkeys(p.track for p in parts):
@@ -71,16 +73,16 @@ class AttentionBlock:
             product(run, p.layer, feeds[p.track], part(qkv, p.start, p.layer.o))
         again = {kind: feed.again for kind, feed in feeds.items()}
         del feeds
-        mixed = run.empty(x.shape, hold="saved BF16")
+        mixed = run.empty(x.array.shape, hold="saved BF16")
         lse = run.empty((n, self.heads, h * w), "float32", "statistics") if run.recording else None
         tokens = [self._tokens(t) for t in (*self._parts(qkv), mixed)]
         cuda_attention.forward(*tokens, run.stream, scale=self.scale, lse=lse)
         feed = pictures(run, mixed, track, kept=True)
-        product(run, self.outward, feed, out, residual=x)
+        result = product(run, self.outward, feed, out, sums, residual=x.array)
         if not run.recording:
-            return None
-        run.hold("saved BF16", x)
-        return Kept(x, statistics, again, qkv, mixed, lse, feed.again, parts, track)
+            return result, None
+        run.hold("saved BF16", x.array)
+        return result, Kept(x.array, statistics, again, qkv, mixed, lse, feed.again, parts, track)
 
     # ---- backward
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:

@@ -3,9 +3,12 @@
 Every step has
 
     output(shape)                shape of its result for pictures of `shape`
-    forward(run, x, out)         fills `out`; returns what `backward` needs, None where nothing is recorded
+    forward(run, x, out, sums)   fills `out` from the `Pictures` x; returns `out` as `Pictures`, with sums
+                                 where `sums` asks for them and the step can, and what `backward` needs,
+                                 None where nothing is recorded
     backward(run, kept, g, add)  the gradient in x for the gradient `g` in `out`, + add, a second gradient
                                  in x (or None); those of the parameters are added to theirs
+    reads_sums                   whether it uses the sums of x
 
 and reads and writes pictures that may be a range of channels of wider ones.
 """
@@ -21,7 +24,7 @@ from ...adapters import DeviceArray
 from ...backends import cuda_conv, cuda_elementwise
 from ...interop import BFLOAT16
 from .products import Layer, input_gradient, pictures, product, upsampled, weight_gradient
-from .workspace import Run
+from .workspace import Pictures, Run
 
 
 def summed(run: Run, a: DeviceArray, b: DeviceArray | None) -> DeviceArray:
@@ -45,14 +48,16 @@ class Kept(NamedTuple):
 class Downsample:
     """A convolution of stride 2."""
 
+    reads_sums = False
+
     def __init__(self, layer: Layer):
         self.layer, self.output = layer, layer.output
 
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+    def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Kept | None]:
         track = self.layer.track
-        feed = pictures(run, x, track, kept=True)  # x is a skip
-        product(run, self.layer, feed, out)
-        return Kept(track, feed.again, x.shape) if run.recording else None
+        feed = pictures(run, x.array, track, kept=True)  # x is a skip
+        result = product(run, self.layer, feed, out, sums)
+        return result, Kept(track, feed.again, x.array.shape) if run.recording else None
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         weight_gradient(run, self.layer, kept.again(run), g)
@@ -62,6 +67,8 @@ class Downsample:
 class Upsample:
     """Each pixel as a 2 x 2 patch, then a convolution."""
 
+    reads_sums = False
+
     def __init__(self, layer: Layer):
         self.layer = layer
 
@@ -69,11 +76,11 @@ class Upsample:
         n, h, w, c = shape
         return self.layer.output((n, 2 * h, 2 * w, c))
 
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+    def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Kept | None]:
         track = self.layer.track
-        feed = upsampled(run, x, track)
-        product(run, self.layer, feed, out)
-        return Kept(track, feed.again, x.shape) if run.recording else None
+        feed = upsampled(run, x.array, track)
+        result = product(run, self.layer, feed, out, sums)
+        return result, Kept(track, feed.again, x.array.shape) if run.recording else None
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         weight_gradient(run, self.layer, kept.again(run), g)
@@ -85,17 +92,19 @@ class Upsample:
 
 
 class Copy:
-    """The same pictures at another place: what a network without a middle block hands on."""
+    """The same pictures at another place, with their sums: what a network without a middle block hands on."""
+
+    reads_sums = True
 
     @staticmethod
     def output(shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
 
     @staticmethod
-    def forward(run: Run, x: DeviceArray, out: DeviceArray) -> tuple:
-        nothing = device.full(x.shape, 0.0, "bfloat16", run.like)
-        cuda_elementwise.add(x, nothing, out, run.stream)
-        return ()
+    def forward(run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, tuple]:
+        nothing = device.full(x.array.shape, 0.0, "bfloat16", run.like)
+        cuda_elementwise.add(x.array, nothing, out, run.stream)
+        return Pictures(out, x.sums), ()
 
     @staticmethod
     def backward(run: Run, kept: tuple, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
@@ -120,16 +129,15 @@ class Scale:
 
 
 class Scaled:
-    """A step whose result, the sum with its residual, is divided by a scale."""
+    """A step whose result, the sum with its residual, is divided by a scale; it has no sums."""
 
     def __init__(self, step: Any, scale: Scale):
-        self.step, self.scale, self.output = step, scale, step.output
+        self.step, self.scale = step, scale
+        self.output, self.reads_sums = step.output, step.reads_sums
 
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Any:
-        whole = run.empty(out.shape)
-        kept = self.step.forward(run, x, whole)
-        self.scale.apply(run, whole, out)
-        return kept
+    def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Any]:
+        whole, kept = self.step.forward(run, x, run.empty(out.shape), False)
+        return Pictures(self.scale.apply(run, whole.array, out)), kept
 
     def backward(self, run: Run, kept: Any, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         return self.step.backward(run, kept, self.scale.apply(run, g, run.empty(g.shape)), add)

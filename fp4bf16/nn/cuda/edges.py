@@ -18,7 +18,7 @@ from ...backends import cuda_conv, cuda_elementwise
 from ...backends.cuda_gemm import round_up
 from .blocks import Kept
 from .products import Feed, Layer, Norm, given, input_gradient, normed, pictures, product, weight_gradient
-from .workspace import Run, converted, part, shaped
+from .workspace import Pictures, Run, converted, part, shaped
 
 _FEW_CHANNELS = 16  # of pictures: their 3 x 3 patches have 144 values at most, a layer's result 128 or more
 _FEW_OUTPUTS, _FEW_INPUTS = 64, 1024  # of all taps, and channels: what `conv2d_few` takes
@@ -35,12 +35,14 @@ def pointwise(layer: Layer, o: int, c: int) -> Layer:
 class First:
     """The convolution that the latents enter by: float32 (B, H, W, C) of any number of channels."""
 
+    reads_sums = False
+
     def __init__(self, layer: Layer):
         self.layer, self.output = layer, layer.output
         self.rows = pointwise(layer, layer.o, layer.kh * layer.kw * layer.c)
 
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
-        layer, track = self.layer, self.layer.track
+    def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Kept | None]:
+        layer, track, x = self.layer, self.layer.track, x.array
         if track == "fp4":
             feed = pictures(run, part(converted(run, x, round_up(layer.c, 8)), 0, layer.c), track)
         else:
@@ -50,8 +52,8 @@ class First:
                 wide = converted(run, x, round_up(layer.c, 8))
             run.hold("saved BF16", wide)
             feed = Feed(wide, None, partial(given, part(wide, 0, layer.c)))
-        product(run, layer, feed, out)
-        return Kept(track, feed.again, x.shape, layer) if run.recording else None
+        result = product(run, layer, feed, out, sums)
+        return result, Kept(track, feed.again, x.shape, layer) if run.recording else None
 
     def _patches(self, run: Run, x: DeviceArray) -> DeviceArray:
         wide = run.empty((*self.output(x.shape)[:3], round_up(self.rows.c, 8)))
@@ -65,12 +67,14 @@ class First:
 class Last:
     """Norm, SiLU and the convolution that the prediction leaves by, float32."""
 
+    reads_sums = True
+
     def __init__(self, norm: Norm, layer: Layer):
         self.norm, self.layer, self.output = norm, layer, layer.output
         self.taps = pointwise(layer, layer.o * layer.kh * layer.kw, layer.c)
         self.few = layer.stride == 1 and self.taps.o <= _FEW_OUTPUTS
 
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+    def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Kept | None]:
         layer, track = self.layer, self.layer.track
         feed, statistics = normed(run, self.norm, x, True, track)
         if self.few and track == "bf16" and layer.c <= _FEW_INPUTS:
@@ -79,9 +83,9 @@ class Last:
         else:
             product(run, layer, feed, out)
         if not run.recording:
-            return None
-        run.hold("saved BF16", x)
-        return Kept(track, feed.again, x.shape, (x, statistics))
+            return Pictures(out), None
+        run.hold("saved BF16", x.array)
+        return Pictures(out), Kept(track, feed.again, x.array.shape, (x.array, statistics))
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         g = part(converted(run, g, round_up(self.layer.o, 8)), 0, self.layer.o)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ...device import DeviceArray
 from ...errors import DTypeError, ShapeError
 from ..module import FlatParameters
 
-_TWIN, _SCALES = 128, 32  # elements: a twin starts on a line of the cache, and so do its scales
+_TWIN, _SCALES = 128, 32  # elements: twins of equal rows start on a line of the cache, as do their scales
 
 
 def takes_twin(shape: tuple[int, ...]) -> bool:
@@ -42,8 +42,17 @@ def _numbers(name: str, value: Any) -> np.ndarray:
     return array
 
 
+class Alike(NamedTuple):
+    """Twins whose rows are equally long: where the first one's bytes and scales begin, and all their rows."""
+
+    twin: int
+    scale: int
+    rows: int
+
+
 class Layout:
-    """Where each parameter lies in the flat arrays of a module, and its twin in those of the twins.
+    """Where each parameter lies in the flat arrays of a module, and its twin in those of the twins: those of
+    equal rows one after another, so that one launch can decode them (`alike`: length of the rows -> them).
 
     Attributes: shapes, offsets, twins (name -> place of its bytes, of its scales); size, twin_size,
     scale_size: elements of the arrays; table: what the optimizer's kernel walks over.
@@ -53,20 +62,34 @@ class Layout:
         self.shapes = {name: tuple(p.shape) for name, p in flat.named.items()}
         self.offsets, self.size = dict(flat.offsets), int(flat.data.size)
         self.twins: dict[str, tuple[int, int]] = {}
+        self.alike: dict[int, Alike] = {}
         self.twin_size = self.scale_size = 0
-        entries = [self._entry(name, shape, quantised(name)) for name, shape in self.shapes.items()]
+        self._place_twins([n for n, shape in self.shapes.items() if quantised(n) and takes_twin(shape)])
+        entries = [self._entry(name, shape) for name, shape in self.shapes.items()]
         tensors, units = cuda_optimizer.tensor_table(entries)
         self.table = Table(device.from_host(tensors, like, "tensors"), units)
 
-    def _entry(self, name: str, shape: tuple[int, ...], quantised: bool) -> Entry:
-        size, offset = int(np.prod(shape)), self.offsets[name]
-        if not quantised or not takes_twin(shape):
-            return Entry(offset, 1, size)
-        rows = shape[0]
-        twin, scale = self.twins[name] = self.twin_size, self.scale_size
-        self.twin_size += _rounded(size, _TWIN)
-        self.scale_size += _rounded(rows, _SCALES)
-        return Entry(offset, rows, size // max(rows, 1), twin, scale)
+    def _place_twins(self, names: list[str]) -> None:
+        by_length: dict[int, list[str]] = {}
+        for name in names:
+            by_length.setdefault(self.row_length(name), []).append(name)
+        for k, equal in by_length.items():
+            twin, scale, rows = self.twin_size, self.scale_size, 0
+            for name in equal:
+                self.twins[name] = twin + rows * k, scale + rows
+                rows += self.shapes[name][0]
+            self.alike[k] = Alike(twin, scale, rows)
+            self.twin_size += _rounded(rows * k, _TWIN)
+            self.scale_size += _rounded(rows, _SCALES)
+
+    def _entry(self, name: str, shape: tuple[int, ...]) -> Entry:
+        if name not in self.twins:
+            return Entry(self.offsets[name], 1, math.prod(shape))
+        return Entry(self.offsets[name], shape[0], self.row_length(name), *self.twins[name])
+
+    def row_length(self, name: str) -> int:
+        """Elements of an output of a matrix or kernel."""
+        return math.prod(self.shapes[name][1:])
 
     def check(self, name: str) -> None:
         if name not in self.shapes:
@@ -215,6 +238,16 @@ class DeviceParameters:
         shape = self.layout.shapes[name]
         return (self._view("twin", self.twin, name, place[0], shape),
                 self._view("scale", self.twin_scale, name, place[1], shape[:1]))  # fmt: skip
+
+    def twins_like(self, name: str) -> tuple[DeviceArray, DeviceArray, int]:
+        """All twins whose rows are as long as those of `name`, as one matrix: E4M3 bytes (rows, k), decode
+        scales (rows,), and the row at which `name` begins.
+        """
+        k = self.layout.row_length(name)
+        twin, scale, rows = self.layout.alike[k]
+        return (self._view("twins", self.twin, f"twins of {k}", twin, (rows, k)),
+                self._view("scales", self.twin_scale, f"scales of twins of {k}", scale, (rows,)),
+                self.layout.twins[name][1] - scale)  # fmt: skip
 
     # ---- kernels
     def refresh(self, stream: int = 0) -> None:

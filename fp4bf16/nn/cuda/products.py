@@ -14,12 +14,12 @@ from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...adapters import DeviceArray
+from ...adapters import ITEMSIZE, DeviceArray, contiguous_strides
 from ...backends import cuda_conv, cuda_elementwise, cuda_norm
 from ...backends.cuda_gemm import round_up
 from ...errors import ConfigError
 from ...tracks import resolve_track
-from .workspace import Run, decoded, quantize, rows, shaped
+from .workspace import Pictures, Run, decoded, quantize, rows, seen, shaped
 
 
 class Layer:
@@ -93,13 +93,21 @@ class Layer:
         """BF16 (O, kh, kw, C) of the weight that the forward multiplied, for the gradient in the pictures."""
         if track == "bf16" or run.backward == "master":
             return self.sixteen(run)
-        twin = self._twin(run)
-        if twin is not None:
-            w8, scale = twin
-            return shaped(decoded(run, w8, None, scale, 1, (self.o, self.kh * self.kw * self.c)), self.shape)
+        if self._twin(run) is not None:
+            return self._decoded_twin(run)
         packed, block = _packed(run, (*self.shape[:3], self.c), None)
         scale = self._quantised(run, {"packed": packed, "block_scale": block})
         return decoded(run, packed, block, scale, self.kh * self.kw, self.shape)
+
+    def _decoded_twin(self, run: Run) -> DeviceArray:
+        """All twins of equal rows are decoded at once, when the first of them is needed."""
+        w8, scale, first = run.weights.twins_like(f"{self.name}.weight")
+        k = w8.shape[1]
+        if k not in run.twins:
+            run.twins[k] = decoded(run, w8, None, scale, 1, w8.shape)
+        whole = run.twins[k]
+        place = whole.address + first * k * ITEMSIZE[whole.dtype]
+        return seen(whole, self.shape, contiguous_strides(self.shape), place)
 
 
 class Part(NamedTuple):
@@ -179,10 +187,11 @@ class Norm:
     def __init__(self, name: str, module: Any):
         self.name, self.groups, self.eps = name, module.groups, module.eps
 
-    def forward(self, run: Run, x: DeviceArray, silu: bool, **results: DeviceArray) -> None:
+    def forward(self, run: Run, x: Pictures, silu: bool, **results: DeviceArray) -> None:
         """Fills `results`: those of `cuda_norm.group_norm`."""
         gamma, beta = (run.weights.data_of(f"{self.name}.{part}") for part in ("weight", "bias"))
-        cuda_norm.group_norm(x, gamma, beta, self.groups, self.eps, run.stream, silu=silu, **results)
+        cuda_norm.group_norm(x.array, gamma, beta, self.groups, self.eps, run.stream, silu=silu,
+                             sums=x.sums or None, **results)  # fmt: skip
 
     def statistics(self, run: Run, x: DeviceArray) -> dict[str, DeviceArray]:
         """Memory for mean and reciprocal deviation (N, groups), which the backward reads."""
@@ -202,12 +211,15 @@ class Norm:
         return dx
 
 
-def normed(run: Run, norm: Norm, x: DeviceArray, silu: bool, track: str) -> tuple[Feed, dict]:
-    """The norm of x (and SiLU) as a product on `track` reads it, and the norm's statistics."""
-    statistics = norm.statistics(run, x) if run.recording else {}
-    if track == "fp4" and x.shape[3] % 16 == 0:
+def normed(run: Run, norm: Norm, x: Pictures, silu: bool, track: str) -> tuple[Feed, dict]:
+    """The norm of x (and SiLU) as a product on `track` reads it, and the norm's statistics.
+
+    A norm that the backward computes again has to have the same bits: it keeps the sums over x.
+    """
+    statistics = norm.statistics(run, x.array) if run.recording else {}
+    if track == "fp4" and x.array.shape[3] % 16 == 0:
         return _normed_fp4(run, norm, x, silu, statistics), statistics
-    y = run.empty(x.shape)
+    y = run.empty(x.array.shape)
     norm.forward(run, x, silu, y=y, **statistics)
     if track == "fp4":
         return pictures(run, y, track), statistics
@@ -216,32 +228,36 @@ def normed(run: Run, norm: Norm, x: DeviceArray, silu: bool, track: str) -> tupl
         run.hold("saved BF16", y)
         again = partial(given, y)
     elif run.recording:
+        run.hold("statistics", *x.sums)
         again = partial(_normed_again, norm, x, silu)
     return Feed(y, None, again), statistics
 
 
-def _normed_again(norm: Norm, x: DeviceArray, silu: bool, run: Run) -> DeviceArray:
-    y = run.empty(x.shape)
+def _normed_again(norm: Norm, x: Pictures, silu: bool, run: Run) -> DeviceArray:
+    y = run.empty(x.array.shape)
     norm.forward(run, x, silu, y=y)
     return y
 
 
-def _normed_fp4(run: Run, norm: Norm, x: DeviceArray, silu: bool, statistics: dict) -> Feed:
-    expanded, outer = run.empty(x.shape, "uint8"), run.empty((1,), "float32")
+def _normed_fp4(run: Run, norm: Norm, x: Pictures, silu: bool, statistics: dict) -> Feed:
+    shape, count = x.array.shape, rows(x.array)[0]
+    expanded, outer = run.empty(shape, "uint8"), run.empty((1,), "float32")
     results = {"expanded": expanded, "outer_scale": outer, **statistics}
     if not run.recording or run.save == "recompute":
         norm.forward(run, x, silu, **results)
+        run.hold("statistics", *x.sums)
         return Feed(expanded, outer, partial(_normed_fp4_again, norm, x, silu) if run.recording else None)
-    packed, block = _packed(run, x.shape, "saved FP4" if run.save == "packed" else None)
+    packed, block = _packed(run, shape, "saved FP4" if run.save == "packed" else None)
     norm.forward(run, x, silu, packed=packed, block_scale=block, **results)
-    return Feed(expanded, outer, _kept(run, packed, block, outer, rows(x)[0], x.shape))
+    return Feed(expanded, outer, _kept(run, packed, block, outer, count, shape))
 
 
-def _normed_fp4_again(norm: Norm, x: DeviceArray, silu: bool, run: Run) -> DeviceArray:
-    packed, block = _packed(run, x.shape, None)
+def _normed_fp4_again(norm: Norm, x: Pictures, silu: bool, run: Run) -> DeviceArray:
+    shape, count = x.array.shape, rows(x.array)[0]
+    packed, block = _packed(run, shape, None)
     outer = run.empty((1,), "float32")
     norm.forward(run, x, silu, packed=packed, block_scale=block, outer_scale=outer)
-    return decoded(run, packed, block, outer, rows(x)[0], x.shape)
+    return decoded(run, packed, block, outer, count, shape)
 
 
 def _kept(run: Run, packed, block, outer, per_scale: int, shape) -> Callable[[Run], DeviceArray]:
@@ -314,16 +330,23 @@ def doubled(run: Run, x: DeviceArray) -> DeviceArray:
 
 
 # ---- products ----------------------------------------------------------------------------------------------
-def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, **finish: Any) -> None:
-    """d = feed * weight + bias, with more of the epilogue's operands in `finish`."""
+def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, sums: bool = False,
+            **finish: Any) -> Pictures:  # fmt: skip
+    """d = feed * weight + bias, with more of the epilogue's operands in `finish`.
+
+    sums: whether a norm reads d; then what is returned has them, where the kernel for these operands does.
+    """
     if feed.scale is None:
         operands = {"x16": feed.x, "w16": layer.sixteen(run)}
     else:
         w8, scale = layer.eight(run)
         operands = {"x8": feed.x, "w8": w8, "image_scale": feed.scale, "col_scale": scale,
                     "accumulate": run.accumulate}  # fmt: skip
-    geometry = layer.geometry(feed.x.shape)
-    cuda_conv.forward(geometry, d, run.stream, bias=layer.bias(run), **operands, **finish)
+    geometry, operands = layer.geometry(feed.x.shape), {"bias": layer.bias(run), **operands, **finish}
+    parts = cuda_conv.sum_parts(geometry, d, **operands) if sums else 0
+    made = run.empty((geometry.n, parts, geometry.o, 2), "float32") if parts else None
+    cuda_conv.forward(geometry, d, run.stream, sums=made, **operands)
+    return Pictures(d, () if made is None else (made,))
 
 
 def weight_gradient(run: Run, layer: Layer, x: DeviceArray, g: DeviceArray, bias: bool = True) -> None:

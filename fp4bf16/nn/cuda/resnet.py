@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...adapters import DeviceArray
 from .blocks import summed
 from .products import Layer, Norm, input_gradient, normed, pictures, product, weight_gradient
-from .workspace import Run, shaped
+from .workspace import Pictures, Run, shaped
 
 
 class Kept(NamedTuple):
@@ -42,25 +42,27 @@ class ResnetBlock:
         found = getattr(module, part)
         return None if found is None else Layer(f"{name}.{part}", found)
 
+    reads_sums = True
+
     def output(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:3], self.conv2.o)
 
     # ---- forward
-    def forward(self, run: Run, x: DeviceArray, out: DeviceArray) -> Kept | None:
+    def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Kept | None]:
         layers = (self.conv1, self.conv2, self.shortcut)
         tracks = tuple("" if layer is None else layer.track for layer in layers)
         feed, statistics1 = normed(run, self.norm1, x, True, tracks[0])
         again1 = feed.again
         shift = {} if self.projection is None else {"image_bias": run.time.bias(self.projection)}
-        h = run.empty(self.output(x.shape), hold="saved BF16")
-        product(run, self.conv1, feed, h, **shift)
+        h = run.empty(self.output(x.array.shape), hold="saved BF16")
+        inner = product(run, self.conv1, feed, h, sums=True, **shift)
         del feed
-        feed, statistics2 = normed(run, self.norm2, h, True, tracks[1])
-        finish, again_shortcut = self._residual(run, x, tracks)
-        product(run, self.conv2, feed, out, **finish)
+        feed, statistics2 = normed(run, self.norm2, inner, True, tracks[1])
+        finish, again_shortcut = self._residual(run, x.array, tracks)
+        result = product(run, self.conv2, feed, out, sums, **finish)
         if not run.recording:
-            return None
-        return Kept(x, h, again1, feed.again, again_shortcut, statistics1, statistics2, tracks)
+            return result, None
+        return result, Kept(x.array, h, again1, feed.again, again_shortcut, statistics1, statistics2, tracks)
 
     def _residual(self, run: Run, x: DeviceArray, tracks: tuple) -> tuple[dict, Any]:
         """What the second convolution adds, as operands of its launch; the shortcut's input again."""

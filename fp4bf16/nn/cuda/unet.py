@@ -3,12 +3,14 @@
 The network is a chain of steps. Joining a skip with the features of the way up costs nothing: the array of
 both (N, H, W, Cx + Cs) is made on the way down, the skip is written to its last channels, read from there by
 the next step, and the features are later written to the first ones. In the backward the gradients of both
-are channel ranges of one array as well.
+are channel ranges of one array as well. Every norm reads what convolutions have written, and these sum it on
+the way: a step hands its result on with the sums, a skip keeps its own until it is joined.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from .embedding import Embedding, Projections
 from .parameters import DeviceParameters
 from .products import Layer, Norm
 from .resnet import ResnetBlock
-from .workspace import GRADIENTS, SAVES, Run, part, shaped
+from .workspace import GRADIENTS, SAVES, Pictures, Run, beside, part, shaped
 
 _MULTIPLE = 8  # of all channels inside the network: 16 bytes of BF16
 
@@ -58,6 +60,8 @@ class Network:
         self.chain = self._chain(model)
         self.embedding = Embedding(model, Projections(self.projections, self.layout))
         self.skips = self._places()
+        self.sums = [step.skip or following.block.reads_sums for step, following in pairwise(self.chain)]
+        self.sums.append(False)  # of the prediction
         self.held: Counter = Counter()
 
     @staticmethod
@@ -143,24 +147,26 @@ class Network:
     def forward(self, run: Run, x: DeviceArray, t: DeviceArray, labels, captions) -> tuple[DeviceArray, list]:
         """(prediction, what each step kept), the embedding's first."""
         kept = [self.embedding.forward(run, x.shape[0], t, labels, captions)]
-        places, joined = iter(self.skips), []
+        places, joined, x = iter(self.skips), [], Pictures(x)  # joined: arrays of both, sums of the skips
         for i, step in enumerate(self.chain):
             if step.joins is not None:
-                x = joined.pop()
-            shape = step.block.output(x.shape)
+                x = beside(x, joined.pop())
+            shape, whole = step.block.output(x.array.shape), None
             if step.skip:
                 before = next(places)
-                joined.append(run.empty((*shape[:3], before + shape[3]), hold="joined pictures"))
-                out = part(joined[-1], before, shape[3])
+                whole = run.empty((*shape[:3], before + shape[3]), hold="joined pictures")
+                out = part(whole, before, shape[3])
             elif i + 1 < len(self.chain) and self.chain[i + 1].joins is not None:
-                out = part(joined[-1], 0, shape[3])
+                out = part(joined[-1].array, 0, shape[3])
             else:
                 out = run.empty(shape, "bfloat16" if i + 1 < len(self.chain) else "float32")
-            kept.append(step.block.forward(run, x, out))
-            x = out
+            x, of_step = step.block.forward(run, x, out, self.sums[i])
+            kept.append(of_step)
+            if step.skip:
+                joined.append(Pictures(whole, x.sums))
         if run.recording:
             self.held = run.held
-        return x, kept
+        return x.array, kept
 
     # ---- backward
     def backward(self, run: Run, kept: list, g: DeviceArray) -> None:

@@ -1,8 +1,9 @@
 """What one pass of a network over a batch shares: the stream, the weights, the memory, and views of pictures.
 
 Pictures are `DeviceArray`s (N, H, W, C) in BF16 or E4M3 bytes whose pixels lie evenly spaced: an array of
-their own, or a range of channels of a wider one (`part`). Memory comes from the caller's framework, on its
-current stream, and goes back when the last `DeviceArray` over it does; nothing is read back.
+their own, or a range of channels of a wider one (`part`). What one step of a network hands to the next is
+such an array with the sums over it that a norm needs (`Pictures`). Memory comes from the caller's framework,
+on its current stream, and goes back when the last `DeviceArray` over it does; nothing is read back.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import device
 from ...adapters import ITEMSIZE, DeviceArray, contiguous_strides
@@ -19,6 +20,24 @@ from ...backends.cuda_gemm import DTYPES, FORMATS, filled, round_up
 
 SAVES = ("packed", "bf16", "recompute")
 GRADIENTS = ("twin", "master")
+
+
+class Pictures(NamedTuple):
+    """Pictures (N, H, W, C), and what the convolutions that wrote them summed on the way, so that a norm does
+    not read them for its statistics.
+
+    sums: of consecutive ranges of channels, C together, (N, parts, C_i, 2) float32: sum and sum of squares of
+    each channel over a part of an image's pixels (`cuda_conv.sum_parts`). None at all where they are unknown
+    of any channel.
+    """
+
+    array: DeviceArray
+    sums: tuple[DeviceArray, ...] = ()
+
+
+def beside(first: Pictures, second: Pictures) -> Pictures:
+    """The array of `second`, in which its own channels come after those of `first`, with the sums of both."""
+    return Pictures(second.array, first.sums + second.sums if first.sums and second.sums else ())
 
 
 class Run:
@@ -34,6 +53,7 @@ class Run:
         backward: what the gradient in the input of an FP4 layer is made with, the "twin" or the "master".
         accumulate: how FP4 products are summed, "fast" or "promoted" (`fp4bf16.matmul`).
         held: bytes kept for the backward, by kind.
+        twins: of the weights, decoded for the backward (`products.Layer.seen`), by the length of their rows.
         time: what the residual blocks read of the time embedding (`embedding.Time`).
     """
 
@@ -46,6 +66,8 @@ class Run:
         self.recording, self.save, self.backward, self.accumulate = recording, save, backward, accumulate
         self.stream = device.launch("unet2d", None, (like,))
         self.held: Counter = Counter()
+        self._counted: set[tuple[int, int]] = set()
+        self.twins: dict[int, DeviceArray] = {}
         self.time: Any = None
 
     def empty(self, shape: Sequence[int], dtype: str = "bfloat16", hold: str | None = None) -> DeviceArray:
@@ -55,9 +77,11 @@ class Run:
         return made
 
     def hold(self, kind: str | None, *arrays: DeviceArray) -> None:
-        """Count `arrays` as kept for the backward."""
+        """Count `arrays` as kept for the backward; each once, for several steps may keep the same one."""
         if kind is not None and self.recording:
-            self.held[kind] += sum(a.nbytes for a in arrays)
+            new = {(a.address, a.nbytes) for a in arrays} - self._counted
+            self.held[kind] += sum(nbytes for _, nbytes in new)
+            self._counted |= new
 
     def on_this_stream(self) -> Run:
         """Work from here on goes to the stream that is current now: the backward may run on another."""
