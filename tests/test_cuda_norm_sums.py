@@ -171,8 +171,8 @@ def test_numbers_far_from_zero(library, gpu, rng, far, groups, channels):
 
 @pytest.mark.gpu
 def test_constant_images(library, gpu, rng):
-    """Sums of equal powers of two are exact: the variance is 0, and y is beta. Of other numbers the mean is
-    still exact here, what the squares' sum has lost stays under the mean's 2^-10: y is beta again.
+    """Sums of equal BF16 numbers and of their squares, here 16 at a time, are exact in float32: the variance
+    is 0, the mean the number, and y is beta.
     """
     for value in (0.0, 2.0, -1024.0, 3.140625, 1000.0):
         x = np.full((2, 64, 64), value)

@@ -2,8 +2,7 @@
 // registers, and its lanes add up by shuffles: no cluster, one barrier. For small images, whose time is the
 // latency of one thread block's steps, and any whose slab fits.
 //
-// Lane l takes chunk l % 4 of 8 channels of every eighth pixel of its warp from l / 4 on, and knows all of a
-// thread's moments and sums by then: no tile, no loop over images.
+// Lane l takes chunk l % 4, 8 channels, of every eighth pixel of its warp's from l / 4 on.
 #pragma once
 
 #include "launch.cuh"

@@ -4,6 +4,8 @@
 // box of x, shifted by the tap: the copy engine gathers it, and what lies outside the picture reads as zero.
 #pragma once
 
+#include <type_traits>
+
 #include "sm90_conv_epilogue.cuh"
 #include "sm90_conv_sums.cuh"
 
@@ -129,9 +131,14 @@ __device__ inline void produce_conv(const ConvParams& p, const SharedStages<C>& 
 template <class C, bool kOwn, class Scale>
 __device__ __forceinline__ void multiply_conv(const ConvParams& p, Consumer<C, kOwn, true>& c,
                                               Accumulators<C>& acc, uint32_t next_turn, Scale scale) {
-    const bool e4m3 = C::kE4m3 && p.fp4.taps > 0;
-    if constexpr (C::kE4m3) {
-        if (e4m3) {
+    const auto bf16 = [&](auto empty) {
+        c.period = p.bf16.chunks, c.tail = p.bf16.tail;
+        c.next_turn = next_turn;
+        c.template bf16<decltype(empty)::value>(acc, p.bf16.tiles(), p.bf16.tail);
+    };
+    // No path may seem to add to sums that were not begun: their registers would be taken all the time.
+    if (C::kE4m3 && p.fp4.taps > 0) {
+        if constexpr (C::kE4m3) {
             c.period = p.fp4.chunks, c.tail = p.fp4.tail;
             c.next_turn = p.bf16.taps > 0 ? 0 : next_turn;
             if constexpr (C::kPromote)
@@ -139,18 +146,12 @@ __device__ __forceinline__ void multiply_conv(const ConvParams& p, Consumer<C, k
             else
                 c.e4m3_fast(acc, p.fp4.tiles());
             scale();
+            if (p.bf16.taps > 0) bf16(std::false_type());
         }
-    }
-    if (p.bf16.taps > 0) {
-        c.period = p.bf16.chunks, c.tail = p.bf16.tail;
-        c.next_turn = next_turn;
-        if (e4m3) {
-            c.template bf16<false>(acc, p.bf16.tiles(), p.bf16.tail);
-        } else {
-            c.template bf16<true>(acc, p.bf16.tiles(), p.bf16.tail);
-            scale();
-        }
-    } else if (!C::kInTurn && !e4m3) {  // no tap meets these pixels
+    } else if (C::kInTurn || p.bf16.taps > 0) {
+        bf16(std::true_type());
+        scale();
+    } else {  // no tap meets these pixels
 #pragma unroll
         for (int i = 0; i < C::kWaves * C::kAccumulators; ++i)
             acc[i / C::kAccumulators][i % C::kAccumulators] = 0;
@@ -160,18 +161,22 @@ __device__ __forceinline__ void multiply_conv(const ConvParams& p, Consumer<C, k
 }
 
 template <class C>
-__device__ __forceinline__ void consume_conv(const ConvParams& p, const SharedStages<C>& shared, int cluster,
-                                             int clusters, int rank) {
+__device__ __forceinline__ void consume_conv(const ConvParams& p, const SharedStages<C>& shared,
+                                             int clusters) {
     const int group = uniform(threadIdx.x / 128 - 1);
     Consumer<C, true, true> c(shared, group);
     ColumnVectors<C::kTileN> columns(shared.columns + group * ColumnVectors<C::kTileN>::kFloats);
-    for (int tile = cluster; tile < p.schedule.total(); tile += clusters) {
-        const ConvCorner<C> corner(p, tile, rank);
+    // Block and rank are read here, not shared with the producer's code: that would cost a register through
+    // the products, which 128x256 does not have.
+    uint32_t block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    for (int tile = block / C::kCluster; tile < p.schedule.total(); tile += clusters) {
+        const ConvCorner<C> corner(p, tile, C::kCluster == 1 ? 0 : ptx::cluster_rank());
         const Rows<C> rows(p, corner, group);
         Accumulators<C> acc;
         load_columns<C>(p, columns, corner);
         multiply_conv<C>(p, c, acc, 0, [&] {
-            columns.publish(1 + group);
+            columns.publish(threadIdx.x / 128);
             scale_rows<C>(p, acc, rows, columns);
         });
         const int col = corner.n + threadIdx.x % 4 * 2;

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_conv(const __grid_constan
         if constexpr (C::kInTurn)
             consume_in_turn<C>(p, shared, turns, cluster, clusters, rank);
         else
-            consume_conv<C>(p, shared, cluster, clusters, rank);
+            consume_conv<C>(p, shared, clusters);
     }
     // No CTA leaves while another may still write to its shared memory or arrive at its barriers.
     if constexpr (C::kCluster > 1) ptx::cluster_arrive(), ptx::cluster_wait();

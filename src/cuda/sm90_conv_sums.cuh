@@ -62,33 +62,46 @@ __device__ inline void store_sums(const ConvParams& p, float (&sum)[kPairs][2][4
     for (int i = 0; i < 8 * kPairs; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.0f;
 }
 
-// After the warpgroup's barrier behind the staging, before its stage is released. A warp takes about a
-// quarter of the channels of all of its warpgroup's rows, sixteen at a time.
-template <class C>
-__device__ inline void sum_staged(const ConvParams& p, const Staging<C>& staging, int group,
-                                  const ConvCorner<C>& corner) {
+// A warp takes about a quarter of the channels of all of its warpgroup's rows, 16 * kSteps at a time.
+template <class C, int kSteps>
+__device__ inline void sum_rows(const ConvParams& p, const Staging<C>& staging, int group,
+                                const ConvCorner<C>& corner) {
     constexpr int kBox = Staging<C>::kColumns, kAll = C::kTileN / 16, kPairs = (kAll + 3) / 4;
-    __syncwarp();
     const int thread = ptx::thread_again(), lane = thread % 32, first = uniform(thread / 32 % 4) * kPairs;
     const int begin = group * C::kWaves * 64, part = 1 << p.log_part;
     float sum[kPairs][2][4] = {};
 #pragma unroll 1
-    for (int row = begin; row < begin + C::kWaves * 64; row += 16) {
+    for (int row = begin; row < begin + C::kWaves * 64; row += 16 * kSteps) {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             if (kAll % 4 != 0 && first + i >= kAll) continue;
             const int channel = 16 * (first + i);
-            const uint32_t memory = staging.box(row / 64, channel / kBox);
-            uint32_t word[4];
-            ptx::load_transposed(
-                memory + box_offset<kBox>(row % 64 + lane % 16, channel % kBox / 8 + lane / 16), word);
-            ptx::add_squares_and_sums(sum[i][0], word[0], word[1]);
-            ptx::add_squares_and_sums(sum[i][1], word[2], word[3]);
+            const uint32_t memory = staging.box(row / 64, channel / kBox) +
+                                    box_offset<kBox>(row % 64 + lane % 16, channel % kBox / 8 + lane / 16);
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                uint32_t word[4];
+                ptx::load_transposed(memory + step * 16 * 2 * kBox, word);  // the swizzle repeats
+                ptx::add_squares_and_sums(sum[i][0], word[0], word[1]);
+                ptx::add_squares_and_sums(sum[i][1], word[2], word[3]);
+            }
         }
-        if ((row + 16) % part == 0)
-            store_sums(p, sum, corner.at, row + 16 - part, lane, corner.n + 16 * first,
+        const int end = row + 16 * kSteps;
+        if (end % part == 0)
+            store_sums(p, sum, corner.at, end - part, lane, corner.n + 16 * first,
                        min(p.epilogue.n, corner.n + C::kTileN));
     }
+}
+
+// After the warpgroup's barrier behind the staging, before its stage is released.
+template <class C>
+__device__ inline void sum_staged(const ConvParams& p, const Staging<C>& staging, int group,
+                                  const ConvCorner<C>& corner) {
+    __syncwarp();
+    if (p.log_part >= 6)
+        sum_rows<C, 4>(p, staging, group, corner);
+    else
+        sum_rows<C, 1>(p, staging, group, corner);
 }
 
 }  // namespace fp4bf16
