@@ -15,6 +15,7 @@ from fp4bf16 import device
 from fp4bf16.backends import cuda_conv, cuda_math
 from fp4bf16.backends.cuda_gemm import FORMATS
 from fp4bf16.interop import BFLOAT16
+from fp4bf16.nn.cuda import products
 from fp4bf16.nn.layers import GroupNorm
 from fp4bf16.nn.tape import no_grad
 
@@ -25,6 +26,8 @@ EIGHT = FORMATS["fp8"]  # as which a twin's E4M3 bytes are decoded
 @pytest.fixture(autouse=True)
 def _arithmetic(host_cuda, monkeypatch):  # noqa: F811
     monkeypatch.setitem(cuda_math._KNOWN, "fake", Arrays())
+    monkeypatch.setattr(products, "SUMMED_BATCH", 0)  # the tests' batches are small
+    monkeypatch.setattr(products, "SUMMED_IMAGE", 0)
 
 
 class Watch:
@@ -166,3 +169,11 @@ def test_twins_of_equal_rows_lie_together(rng):
         assert w8.owner.array[first : first + rows].tobytes() == own[0].owner.array.tobytes(), name
         assert np.array_equal(scales.owner.array[first : first + rows], own[1].owner.array), name
         assert own[0].address == w8.address + first * k and own[1].address == scales.address + 4 * first
+
+
+@pytest.mark.parametrize(
+    "n, side, pays", [(64, 32, True), (63, 32, False), (256, 16, True), (255, 16, False), (9999, 8, False)]
+)
+def test_sums_are_made_where_they_pay(monkeypatch, n, side, pays):
+    monkeypatch.undo()
+    assert products._sums_pay(cuda_conv.Geometry(n, side, side, side, side, 128, 3, 3, 1, 1, 1)) is pays

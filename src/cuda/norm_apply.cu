@@ -1,5 +1,6 @@
 // Group normalisation with given sums, see norm_apply.cuh: a thread block makes the statistics of its image
-// from the sums, then takes a chunk of its pixels; what a thread multiplies and adds stays in its registers.
+// from the sums, then takes a chunk of its pixels. What it waits for, memory and the functions' pipe, other
+// warps hide: with FP4 results a thread has few registers, and its coefficients stay in shared memory.
 #include "norm_apply.cuh"
 
 #include <algorithm>
@@ -11,24 +12,31 @@ namespace fp4bf16 {
 namespace {
 
 constexpr int kApplyThreads = 256;
-constexpr int kSegment = 32;  // pixels of a thread between two looks at special blocks
+// With FP4 results: thread blocks of a multiprocessor, pixels that a thread asks for ahead (where the
+// expanded codes are all that is wanted, and otherwise), whether its coefficients are in registers, and
+// whether it asks for the next pixel before it searches this one's codes (or after: 8 registers fewer).
+constexpr int kFourBitBlocks = 3;
+constexpr int kAheadAlone = 1, kAheadPacked = 1;
+constexpr bool kHolds = false, kEager = true;
+constexpr int kMostPixels = 64;  // of a thread: bits of its special blocks
 
 struct ApplyJob {
     fp4bf16_group_norm_args a;
     ApplyPlan plan;
-    int group;             // channels of one
-    double inverse_count;  // 1 / elements of a group
-    float root;            // see static_outer
+    int group;               // channels of one
+    double inverse_count;    // 1 / elements of a group
+    float root;              // see static_outer
+    int64_t x_step, y_step;  // from a thread's pixel to its next, in 8 elements
 };
 
 // What a thread block keeps in shared memory.
 struct Shared {
     float2* sums;          // (c,)
-    float2* coefficients;  // (c,): gamma, beta; then what x is multiplied with and what is added
+    float2* coefficients;  // (c,), see `place`: gamma, beta; then what x is multiplied with and what is added
     float2* stats;         // (groups,): mean, rstd
     Outer* outer;
     int* centred;  // whether any mean is subtracted before the product
-    float* mean;   // (c,), in the sums' place: what is subtracted
+    float* mean;   // (c,), see `place`, in the sums' place: what is subtracted
 
     __device__ Shared(const ApplyJob& job, void* memory)
         : sums(static_cast<float2*>(memory)),
@@ -41,6 +49,14 @@ struct Shared {
 
 int64_t shared_bytes(const fp4bf16_group_norm_args& a) {
     return 8 * (2 * a.c + a.groups) + static_cast<int64_t>(sizeof(Outer) + sizeof(int));
+}
+
+// Where a channel's coefficients are: the first pairs of all threads' kWidth channels, then the second ones.
+// So threads side by side read 16 bytes side by side, and no bank of shared memory is asked twice.
+template <int kWidth>
+__device__ inline int place(unsigned channel, int vectors) {
+    return 2 * (static_cast<int>(channel % kWidth / 2) * vectors + static_cast<int>(channel / kWidth)) +
+           static_cast<int>(channel % 2);
 }
 
 // Of x, which is read once: both halves of a sector are asked for side by side, so that the L1 cache may
@@ -88,12 +104,12 @@ __device__ inline double team_sum(double v) {
 
 // Of all groups of an image, to global memory where that is wanted (write), and what they and gamma and beta
 // make of its channels.
-template <bool kSilu>
+template <bool kSilu, int kWidth>
 __device__ inline void image_statistics(const ApplyJob& job, int64_t image, bool write, const Shared& s) {
     const int lane = threadIdx.x % kTeam, team = threadIdx.x / kTeam, teams = blockDim.x / kTeam;
     const auto c = static_cast<int>(job.a.c), groups = static_cast<int>(job.a.groups);
     for (int i = threadIdx.x; i < c; i += blockDim.x) {
-        s.coefficients[i] = make_float2(job.a.gamma[i], job.a.beta[i]);
+        s.coefficients[place<kWidth>(i, job.plan.vectors)] = make_float2(job.a.gamma[i], job.a.beta[i]);
         s.sums[i] = channel_sums(job.a, image, i);
     }
     if (threadIdx.x == 0) *s.centred = 0;
@@ -117,48 +133,57 @@ __device__ inline void image_statistics(const ApplyJob& job, int64_t image, bool
     constexpr float kFactor = kSilu ? -kLog2E : 1.0f;
     for (int i = threadIdx.x; i < c; i += blockDim.x) {
         const float2 m = s.stats[static_cast<unsigned>(i) / static_cast<unsigned>(job.group)];
-        const float2 affine = s.coefficients[i];
+        const int at = place<kWidth>(i, job.plan.vectors);
+        const float2 affine = s.coefficients[at];
         const float subtracted = fabsf(m.x * m.y) <= 64.0f ? 0.0f : m.x, scale = affine.x * (kFactor * m.y);
-        s.coefficients[i] = make_float2(scale, __fmaf_rn(subtracted - m.x, scale, kFactor * affine.y));
-        s.mean[i] = subtracted;
+        s.coefficients[at] = make_float2(scale, __fmaf_rn(subtracted - m.x, scale, kFactor * affine.y));
+        s.mean[at] = subtracted;
     }
     __syncthreads();
 }
 
-// What a thread's channels, from `first` on, are multiplied with and what is added: in registers, or where
-// they are, for where registers are short.
+// What a thread's channels are multiplied with and what is added, pair by pair: in registers, or where they
+// are, for where registers are short.
 template <int kWidth>
 struct Held {
-    float scale[kWidth], shift[kWidth];
+    float4 pair[kWidth / 2];
 
-    __device__ Held(const Shared& s, int first) {
-        const auto* from = reinterpret_cast<const float4*>(s.coefficients + first);
+    __device__ Held(const Shared& s, int vectors, int vector) {
+        const auto* from = reinterpret_cast<const float4*>(s.coefficients) + vector;
 #pragma unroll
-        for (int i = 0; i < kWidth; i += 2) {
-            const float4 v = from[i / 2];
-            scale[i] = v.x, shift[i] = v.y, scale[i + 1] = v.z, shift[i + 1] = v.w;
-        }
+        for (int i = 0; i < kWidth / 2; ++i) pair[i] = from[i * vectors];
     }
 
+    // Of channels 2 i and 2 i + 1, two BF16 numbers.
     template <bool kSilu>
-    __device__ float make(int i, float x) const {
-        return result<kSilu, false>(x, 0.0f, scale[i], shift[i]);
+    __device__ uint32_t make(int i, uint32_t x) const {
+        return pack_bf16(result<kSilu, false>(low_float(x), 0.0f, pair[i].x, pair[i].y),
+                         result<kSilu, false>(high_float(x), 0.0f, pair[i].z, pair[i].w));
     }
 };
 
 template <bool kCentred>
 struct Kept {
-    uint32_t affine, mean;  // shared addresses
+    uint32_t affine, mean, step;  // shared addresses; bytes from a pair's coefficients to the next pair's
 
-    __device__ Kept(const Shared& s, int first)
-        : affine(ptx::shared_address(s.coefficients + first)), mean(ptx::shared_address(s.mean + first)) {}
+    __device__ Kept(const Shared& s, int vectors, int vector)
+        : affine(ptx::shared_address(s.coefficients + 2 * vector)),
+          mean(ptx::shared_address(s.mean + 2 * vector)),
+          step(16 * vectors) {}
 
     template <bool kSilu>
-    __device__ float make(int i, float x) const {
-        float scale, shift, m = 0.0f;  // volatile: not kept in registers after all
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scale), "=f"(shift) : "r"(affine + 8 * i));
-        if (kCentred) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(m) : "r"(mean + 4 * i));
-        return result<kSilu, kCentred>(x, m, scale, shift);
+    __device__ uint32_t make(int i, uint32_t x) const {
+        float4 v;  // volatile: not kept in registers after all
+        float2 m{};
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                     : "r"(affine + i * step));
+        if (kCentred)
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(m.x), "=f"(m.y)
+                         : "r"(mean + i * (step / 2)));
+        return pack_bf16(result<kSilu, kCentred>(low_float(x), m.x, v.x, v.y),
+                         result<kSilu, kCentred>(high_float(x), m.y, v.z, v.w));
     }
 };
 
@@ -185,6 +210,14 @@ struct Place {
     }
 };
 
+// The first x of a thread with kWidth channels.
+template <int kWidth>
+__device__ inline const uint4* first_x(const ApplyJob& job, const Place& t) {
+    return reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) +
+                                          t.image * job.a.x_image + t.pixel * job.a.x_pixel +
+                                          kWidth * t.vector);
+}
+
 // The x of a thread's pixels, kHalves chunks of 8 channels each, kAhead pixels before they are needed.
 template <int kAhead, int kHalves>
 struct Stream {
@@ -194,17 +227,10 @@ struct Stream {
     int left;  // pixels not asked for yet
 
     __device__ Stream(const ApplyJob& job, const Place& t)
-        : from(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) +
-                                              t.image * job.a.x_image + t.pixel * job.a.x_pixel +
-                                              8 * kHalves * t.vector)),
-          step(job.plan.rows * job.a.x_pixel / 8),
-          left(t.count) {
+        : from(first_x<8 * kHalves>(job, t)), step(job.x_step), left(t.count) {
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) ask(j);
     }
-
-    // Pixel k of `count`.
-    __device__ const uint4* pixel(int64_t k, int count) const { return from + (k - (count - left)) * step; }
 
     __device__ void ask(int j) {
         if (left > 0) {
@@ -219,7 +245,7 @@ struct Stream {
 template <bool kSilu, int kAhead, typename Coefficients>
 __device__ inline void stream_bf16(const ApplyJob& job, const Place& t, Stream<kAhead, 1>& x,
                                    const Coefficients& coefficients) {
-    const int64_t stride = job.plan.rows * job.a.y_pixel;
+    const int64_t stride = 8 * job.y_step;
     auto* to = static_cast<__nv_bfloat16*>(job.a.y) + t.image * job.a.y_image + t.pixel * job.a.y_pixel +
                8 * t.vector;
 #pragma unroll 1
@@ -227,12 +253,11 @@ __device__ inline void stream_bf16(const ApplyJob& job, const Place& t, Stream<k
 #pragma unroll
         for (int j = 0; j < kAhead; ++j, to += stride) {
             if (i + j >= t.count) return;
-            float v[8];
-            unpack_chunk(x.held[j][0], v);
+            const uint4 v = x.held[j][0];
             x.ask(j);
-#pragma unroll
-            for (int k = 0; k < 8; ++k) v[k] = coefficients.template make<kSilu>(k, v[k]);
-            *reinterpret_cast<uint4*>(to) = pack_chunk(v);
+            *reinterpret_cast<uint4*>(to) = make_uint4(
+                coefficients.template make<kSilu>(0, v.x), coefficients.template make<kSilu>(1, v.y),
+                coefficients.template make<kSilu>(2, v.z), coefficients.template make<kSilu>(3, v.w));
         }
     }
 }
@@ -244,11 +269,11 @@ __global__ void __launch_bounds__(kApplyThreads, 3) bf16_kernel(const __grid_con
     const Shared s(job, memory);
     const Place t(job);
     Stream<4, 1> x(job, t);
-    image_statistics<kSilu>(job, t.image, t.first, s);
+    image_statistics<kSilu, 8>(job, t.image, t.first, s);
     if (*s.centred == 0)
-        stream_bf16<kSilu>(job, t, x, Held<8>(s, 8 * t.vector));
+        stream_bf16<kSilu>(job, t, x, Held<8>(s, job.plan.vectors, t.vector));
     else
-        stream_bf16<kSilu>(job, t, x, Kept<true>(s, 8 * t.vector));
+        stream_bf16<kSilu>(job, t, x, Kept<true>(s, job.plan.vectors, t.vector));
 }
 
 // ---- FP4 results, and BF16 ones beside them
@@ -257,69 +282,74 @@ __device__ inline void block_results(const uint4& low, const uint4& high, const 
                                      uint32_t (&w)[8]) {
     unpack_block(low, high, w);
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-        w[j] = pack_bf16(coefficients.template make<kSilu>(2 * j, low_float(w[j])),
-                         coefficients.template make<kSilu>(2 * j + 1, high_float(w[j])));
+    for (int j = 0; j < 8; ++j) w[j] = coefficients.template make<kSilu>(j, w[j]);
 }
 
-// kExpanded: the expanded codes are all that is wanted. What the fast quantiser does not take is made again
-// after each segment, from y where it is there, since y may lie where x was.
+// Of thread t, the first of its blocks of results and its first y.
+__device__ inline uint32_t first_block(const ApplyJob& job, const Place& t) {
+    return static_cast<uint32_t>((t.image * job.a.pixels + t.pixel) * job.plan.vectors + t.vector);
+}
+
+__device__ inline uint4* first_y(const ApplyJob& job, const Place& t) {
+    return reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(job.a.y) + t.image * job.a.y_image +
+                                    t.pixel * job.a.y_pixel + 16 * t.vector);
+}
+
+// A thread's pixel k, which the fast quantiser does not take, once more: from y where it is there, since y
+// may lie where x was. On its own, so that the loop before it has the registers.
+template <bool kSilu>
+__device__ __noinline__ void special_pixel(const ApplyJob& job, void* memory, int k) {
+    const Shared s(job, memory);
+    const Place t(job);
+    uint32_t w[8];
+    if (job.a.y != nullptr) {
+        const uint4* const y = first_y(job, t) + k * job.y_step;
+        unpack_block(y[0], y[1], w);
+    } else {
+        const uint4* const x = first_x<16>(job, t) + k * job.x_step;
+        block_results<kSilu>(x[0], x[1], Kept<true>(s, job.plan.vectors, t.vector), w);
+    }
+    const auto stride = static_cast<uint32_t>(job.plan.rows * job.plan.vectors);
+    special_block16(w, *s.outer, FourBit(job.a, 0), first_block(job, t) + k * stride);
+}
+
+// kExpanded: the expanded codes are all that is wanted. Returns bits of the special blocks.
 template <bool kSilu, bool kExpanded, int kAhead, typename Coefficients>
-__device__ inline void stream_fp4(const ApplyJob& job, const Place& t, const Outer& o, Stream<kAhead, 2>& x,
-                                  const Coefficients& coefficients) {
+__device__ inline uint64_t stream_fp4(const ApplyJob& job, const Place& t, const Outer& o,
+                                      Stream<kAhead, 2>& x, const Coefficients& coefficients) {
     const Window window(o);
-    const auto blocks = static_cast<int>(job.a.c / 16);
-    const FourBit to(job.a, (t.image * job.a.pixels + t.pixel) * blocks + t.vector);
-    const uint32_t stride = job.plan.rows * blocks;
-    const int64_t y_step = kExpanded ? 0 : job.plan.rows * job.a.y_pixel / 8;
-    auto* const y =
-        kExpanded || job.a.y == nullptr
-            ? nullptr
-            : reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(job.a.y) + t.image * job.a.y_image +
-                                       t.pixel * job.a.y_pixel + 16 * t.vector);
-    uint32_t at = 0;
+    const FourBit to(job.a, 0);
+    const auto stride = static_cast<uint32_t>(job.plan.rows * job.plan.vectors);
+    uint4* y = kExpanded || job.a.y == nullptr ? nullptr : first_y(job, t);
+    uint32_t at = first_block(job, t);
+    uint64_t special = 0;
 #pragma unroll 1
-    for (int first = 0; first < t.count; first += kSegment) {
-        uint32_t special = 0;
-        const int end = min(kSegment, t.count - first);
-#pragma unroll 1
-        for (int i = 0; i < end; i += kAhead) {
+    for (int i = 0; i < t.count; i += kAhead) {
 #pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-                if (i + j >= end) break;
-                uint32_t w[8];
-                block_results<kSilu>(x.held[j][0], x.held[j][1], coefficients, w);
-                x.ask(j);
-                if (!kExpanded && y != nullptr) {
-                    uint4* const here = y + (first + i + j) * y_step;
-                    here[0] = make_uint4(w[0], w[1], w[2], w[3]);
-                    here[1] = make_uint4(w[4], w[5], w[6], w[7]);
-                }
-                if (!quantize_block16<kExpanded>(w, o, window, to, at)) special |= 1u << (i + j);
-                at += stride;
-            }
-        }
-        for (; special != 0; special &= special - 1) {
-            const int64_t k = first + __ffs(static_cast<int>(special)) - 1;
+        for (int j = 0; j < kAhead; ++j, at += stride) {
+            if (i + j >= t.count) break;
             uint32_t w[8];
-            if (y != nullptr) {
-                unpack_block(y[k * y_step], y[k * y_step + 1], w);
-            } else {
-                const uint4* from = x.pixel(k, t.count);
-                block_results<kSilu>(from[0], from[1], coefficients, w);
+            block_results<kSilu>(x.held[j][0], x.held[j][1], coefficients, w);
+            if (kEager) x.ask(j);
+            if (!kExpanded && y != nullptr) {
+                y[0] = make_uint4(w[0], w[1], w[2], w[3]), y[1] = make_uint4(w[4], w[5], w[6], w[7]);
+                y += job.y_step;
             }
-            special_block16(w, o, to, k * stride);
+            if (!quantize_block16<kExpanded>(w, o, window, to, at)) special |= uint64_t{1} << (i + j);
+            if (!kEager) x.ask(j);
         }
     }
+    return special;
 }
 
 template <bool kSilu, bool kExpanded>
-__global__ void __launch_bounds__(kApplyThreads, 2) fp4_kernel(const __grid_constant__ ApplyJob job) {
+__global__ void __launch_bounds__(kApplyThreads, kFourBitBlocks)
+    fp4_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
     take_turn();
     const Shared s(job, memory);
     const Place t(job);
-    Stream<kExpanded ? 2 : 1, 2> x(job, t);
+    Stream<kExpanded ? kAheadAlone : kAheadPacked, 2> x(job, t);
     if (threadIdx.x >= blockDim.x - 32) {
         const Outer o = static_outer(job.a, job.root);
         if (threadIdx.x == blockDim.x - 1) {
@@ -327,12 +357,16 @@ __global__ void __launch_bounds__(kApplyThreads, 2) fp4_kernel(const __grid_cons
             if (blockIdx.x == 0) *job.a.outer_scale = o.decode;
         }
     }
-    image_statistics<kSilu>(job, t.image, t.first, s);
-    using Near = std::conditional_t<kExpanded, Held<16>, Kept<false>>;
+    image_statistics<kSilu, 16>(job, t.image, t.first, s);
+    using Near = std::conditional_t<kHolds && kExpanded, Held<16>, Kept<false>>;
+    uint64_t special;
     if (*s.centred == 0)
-        stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Near(s, 16 * t.vector));
+        special = stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Near(s, job.plan.vectors, t.vector));
     else
-        stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Kept<true>(s, 16 * t.vector));
+        special =
+            stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Kept<true>(s, job.plan.vectors, t.vector));
+    for (; special != 0; special &= special - 1)
+        special_pixel<kSilu>(job, memory, __ffsll(static_cast<long long>(special)) - 1);
 }
 
 // ---- any shape: statistics to memory, a warp a group
@@ -364,8 +398,6 @@ bool takes(const void* pointer, int64_t image, int64_t pixel) {
     return pointer == nullptr || (aligned(pointer, 16) && image % 8 == 0 && pixel % 8 == 0);
 }
 
-constexpr int64_t kMostChunk = 1 << 20;  // pixels
-
 // Chunks of an image for the least time: multiprocessors hold `slots` thread blocks at once, and each costs,
 // before its pixels, about as much as two pixels of its threads.
 int64_t chunks_for(int64_t n, int64_t passes, int64_t slots) {
@@ -380,9 +412,9 @@ int64_t chunks_for(int64_t n, int64_t passes, int64_t slots) {
 
 void cut(const fp4bf16_group_norm_args& a, int multiprocessors, ApplyPlan* plan) {
     const int64_t passes = ceil_div(a.pixels, plan->rows);
-    int64_t chunks = chunks_for(a.n, passes, int64_t{multiprocessors} * (gives_fp4(a) ? 2 : 3));
+    int64_t chunks = chunks_for(a.n, passes, int64_t{multiprocessors} * (gives_fp4(a) ? kFourBitBlocks : 3));
     if (a.n > 0x7FFFFFFF / chunks) chunks = 1;
-    chunks = std::max(chunks, ceil_div(passes * plan->rows, kMostChunk));
+    chunks = std::max(chunks, ceil_div(passes, kMostPixels));
     plan->chunk = ceil_div(passes, chunks) * plan->rows;
     plan->chunks = static_cast<int>(ceil_div(a.pixels, plan->chunk));
 }
@@ -412,8 +444,9 @@ bool apply_plan(const fp4bf16_group_norm_args& a, ApplyPlan* plan) {
     if ((a.expanded != nullptr && !aligned(a.expanded, 16)) ||
         (a.packed != nullptr && !aligned(a.packed, 8)) || (!fp4 && a.y == nullptr))
         return false;
-    if (a.n > 0x7FFFFFFF / (ceil_div(a.pixels, kMostChunk) + 1)) return false;
     const int64_t rows = std::min<int64_t>(kApplyThreads / vectors, a.pixels);
+    if (a.n > 0x7FFFFFFF / ceil_div(a.pixels, rows * kMostPixels)) return false;
+    if (a.n > 0xFFFFFFFF / (a.pixels * vectors)) return false;
     *plan = {static_cast<int>(vectors), static_cast<int>(rows),
              static_cast<int>(32 * ceil_div(rows * vectors, 32)), 1, a.pixels};
     return true;
@@ -425,7 +458,13 @@ fp4bf16_status norm_apply(const fp4bf16_group_norm_args& a, ApplyPlan plan, cuda
     FP4BF16_TRY(cuda_result(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
                             "group_norm"));
     cut(a, multiprocessors, &plan);
-    ApplyJob job{a, plan, static_cast<int>(a.c / a.groups), 0.0, 0.0f};
+    ApplyJob job{a,
+                 plan,
+                 static_cast<int>(a.c / a.groups),
+                 0.0,
+                 0.0f,
+                 plan.rows * a.x_pixel / 8,
+                 plan.rows * a.y_pixel / 8};
     const int64_t count = a.pixels * job.group;
     job.inverse_count = 1.0 / static_cast<double>(count), job.root = root_up(count);
     return a.activation == FP4BF16_SILU ? start_any<true>(job, stream) : start_any<false>(job, stream);

@@ -163,8 +163,12 @@ struct Consumer {
         storing = -1;
     }
     __device__ void give_to_stores() {
-        if (threadIdx.x % 128 >= 32) release(ring.stage);
         storing = ring.stage;
+        give_to_others();
+    }
+    // Warp 0's part of the release is left to those who store.
+    __device__ void give_to_others() {
+        if (threadIdx.x % 128 >= 32) release(ring.stage);
         ring.advance();
     }
 
