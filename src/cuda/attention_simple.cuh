@@ -104,7 +104,7 @@ __device__ inline void scores(const fp4bf16_attention_args& p, const Tokens& q, 
 
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads) attention_simple_kernel(const fp4bf16_attention_args p) {
-    take_turn();
+    wait_for_previous();
     const int dim = static_cast<int>(p.dim);
     const int64_t blocks = (p.q_tokens + kRows - 1) / kRows, tiles = blocks * p.n * p.heads;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -154,7 +154,7 @@ __device__ inline bool sees(const fp4bf16_attention_args& p, int64_t query, int6
 // is rounded, and what dP - delta leaves where one weight is nearly all is smaller than that.)
 __global__ void __launch_bounds__(kThreads)
     attention_delta_kernel(const fp4bf16_attention_args p, float* delta) {
-    take_turn();
+    wait_for_previous();
     const int dim = static_cast<int>(p.dim);
     const int64_t blocks = (p.q_tokens + kRows - 1) / kRows, tiles = blocks * p.n * p.heads;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -192,7 +192,7 @@ enum class Gradient { kQ, kK, kV };
 template <Gradient kOf, int kColumns>
 __global__ void __launch_bounds__(kThreads)
     attention_gradient_kernel(const fp4bf16_attention_args p, const float* delta) {
-    take_turn();
+    wait_for_previous();
     constexpr bool kQueries = kOf == Gradient::kQ;  // own the rows, and keys are the other side
     const int dim = static_cast<int>(p.dim);
     const int64_t count = kQueries ? p.q_tokens : p.k_tokens, others = kQueries ? p.k_tokens : p.q_tokens;

@@ -143,7 +143,7 @@ __device__ inline void transpose(const uint32_t (&a)[4], uint32_t (&turned)[4]) 
 
 __global__ void __launch_bounds__(32 * kMostWarps)
     attention_small_gradient_kernel(const fp4bf16_attention_args p) {
-    take_turn();
+    wait_for_previous();
     for (int64_t z = blockIdx.x; z < p.n * p.heads; z += gridDim.x) {
         const SmallHead at(z, p);
         Blocks q, k, v, g;

@@ -38,7 +38,7 @@ __device__ inline void add_columns(float (&sum)[kCount], const Raw<bf16, kCount>
 template <bool kAligned>
 __global__ void __launch_bounds__(kPartThreads, 2)  // without the 2 the compiler holds one row at a time
     part_sums(const bf16* x, int64_t rows, int64_t c, int64_t stride, int64_t rows_per_part, float* parts) {
-    take_turn();
+    wait_for_previous();
     constexpr int kAhead = 8;  // rows loaded before the first is added
     __shared__ float shared[kPartThreads * kCount];
     const int64_t column = (blockIdx.y * int64_t{blockDim.x} + threadIdx.x) * kCount;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kPartThreads, 2)  // without the 2 the compile
 
 // sums += the parts, in double: 32 columns a block, a warp every eighth part, then the warps in order.
 __global__ void __launch_bounds__(kThreads) add_parts(const float* parts, int count, int64_t c, float* sums) {
-    take_turn();
+    wait_for_previous();
     constexpr int kWarps = kThreads / 32;
     __shared__ double shared[kWarps][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

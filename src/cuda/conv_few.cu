@@ -126,7 +126,7 @@ __device__ inline void add_taps(const Few& p, int64_t image, int oy, int ox, con
 template <int kSide, int kParts>
 __global__ void __launch_bounds__(kFew) few_kernel(const __grid_constant__ Few p) {
     extern __shared__ uint4 few_memory[];
-    take_turn();
+    wait_for_previous();
     auto* tile = reinterpret_cast<float*>(few_memory + p.weight_chunks());
     copy_weight(p, few_memory);
     for (int64_t t = blockIdx.x; t < p.tiles; t += gridDim.x) {

@@ -48,7 +48,7 @@ struct Track {
 
 // The scales stand between the two tracks: the FP4 sum is multiplied, the BF16 sum then added to it.
 __global__ void __launch_bounds__(kThreads) conv2d_kernel(const __grid_constant__ fp4bf16_conv2d_args a) {
-    take_turn();
+    wait_for_previous();
     const Track<uint8_t> fp4{a.x8, a.w8, a.x8_strides, a.w8_stride, a.c8,  a.h,
                              a.w,  a.kh, a.kw,         a.stride,    a.top, a.left};
     const bool own_grid = a.x16_on_output == 0;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) conv2d_kernel(const __grid_constant_
 // Image, part and channel a thread: sums of what is stored. Parts are runs of pixels, as equal as can be.
 __global__ void __launch_bounds__(kThreads)
     sums_kernel(const __grid_constant__ fp4bf16_conv2d_args a, int64_t parts) {
-    take_turn();
+    wait_for_previous();
     const auto* d = static_cast<const __nv_bfloat16*>(a.d);
     const int64_t elements = a.n * parts * a.o, pixels = a.oh * a.ow;
     for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < elements;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Sixteen channels a thread, by the quantiser's definition.
 __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant__ fp4bf16_conv2d_args a) {
-    take_turn();
+    wait_for_previous();
     const auto* d = static_cast<const __nv_bfloat16*>(a.d);
     const Rule rule = {FP4BF16_NVFP4_EXACT, FP4BF16_RULE_DEFAULT, false, false};
     const Outer outer = {power_of_two(-a.expanded_exponent), power_of_two(a.expanded_exponent), 0.0f};
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
 // A pixel of the picture takes from those of the result that lie a whole number of strides before it.
 __global__ void __launch_bounds__(kThreads)
     dgrad_kernel(const __grid_constant__ fp4bf16_conv2d_dgrad_args a) {
-    take_turn();
+    wait_for_previous();
     const auto* g = static_cast<const __nv_bfloat16*>(a.g);
     const auto* w = static_cast<const __nv_bfloat16*>(a.w16);
     const int64_t elements = a.n * a.h * a.w * a.c;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
 // (o, kh * kw * c) of a row of dw is that of db.
 __global__ void __launch_bounds__(kThreads)
     wgrad_kernel(const __grid_constant__ fp4bf16_conv2d_wgrad_args a) {
-    take_turn();
+    wait_for_previous();
     const auto* g = static_cast<const __nv_bfloat16*>(a.g);
     const auto* x = static_cast<const __nv_bfloat16*>(a.x);
     const int64_t columns = a.kh * a.kw * a.c, width = columns + (a.db != nullptr ? 1 : 0);

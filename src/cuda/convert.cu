@@ -21,7 +21,7 @@ constexpr int kStep = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out))
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads)
     convert_rows(const Strided<In> x, Out* __restrict__ out, int64_t out_stride) {
-    take_turn();
+    wait_for_previous();
     constexpr int kCount = kStep<In, Out>;
     const int64_t vectors = out_stride / kCount, piece = int64_t{blockDim.x} * kUnroll;
     const int64_t row_step = int64_t{gridDim.x} * blockDim.y;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads)
     convert_transposed(const Strided<In> x, Out* __restrict__ out, int64_t out_stride) {
-    take_turn();
+    wait_for_previous();
     constexpr int kTile = 64;
     __shared__ float tile[kTile][kTile + 1];  // (k, rows)
     const int64_t tiles_r = (x.rows + kTile - 1) / kTile, tiles_k = (out_stride + kTile - 1) / kTile;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads)
     convert_any(const Strided<In> x, Out* __restrict__ out, int64_t out_stride) {
-    take_turn();
+    wait_for_previous();
     constexpr int kColumns = 128;
     const int64_t pieces = (out_stride + kColumns - 1) / kColumns,
                   warps = int64_t{gridDim.x} * (kThreads / 32);

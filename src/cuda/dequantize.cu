@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
     dequantize_flat(const uint8_t* __restrict__ packed, const uint8_t* __restrict__ block_scale,
                     const float* __restrict__ outer_scale, T* __restrict__ x, const uint32_t vectors,
                     const Divisor per_outer) {
-    take_turn();
+    wait_for_previous();
     constexpr int kCount = kVector<T>, kBytes = kKind == kFp8 ? kCount : kCount / 2;
     constexpr uint32_t kVectorsPerScale = (kKind == kMxfp4 ? 32 : 16) / kCount;
     const uint32_t first = blockIdx.x * (kThreads * kAtOnce) + threadIdx.x;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
 template <Kind kKind, typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_rows(const Source s, T* __restrict__ x, int64_t x_stride) {
-    take_turn();
+    wait_for_previous();
     constexpr int kCount = kVector<T>, kBytes = kKind == kFp8 ? kCount : kCount / 2;
     constexpr int kVectorsPerScale = (kKind == kMxfp4 ? 32 : 16) / kCount;
     const int k = static_cast<int>(s.k), vectors = (k + kCount - 1) / kCount;  // 32 bits are enough in a row
@@ -195,7 +195,7 @@ inline unsigned limited(int64_t blocks) {
 template <Kind kKind, bool kWhole, typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_columns(const Source s, T* __restrict__ x, const Layout to) {
-    take_turn();
+    wait_for_previous();
     constexpr int kColumns = 16, kPart = 8, kBytes = kKind == kFp8 ? kPart : kPart / 2;
     constexpr int kTileK = kColumns * (kThreads / 32);
     const int64_t tiles_r = (s.rows + 31) / 32, tiles_k = (s.k + kTileK - 1) / kTileK;
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads)
 template <Kind kKind, typename T>
 __global__ void __launch_bounds__(kThreads)
     dequantize_any(const Source s, T* __restrict__ x, const Layout to) {
-    take_turn();
+    wait_for_previous();
     constexpr int kColumns = 256;
     const int64_t pieces = (s.k + kColumns - 1) / kColumns, warps = int64_t{gridDim.x} * (kThreads / 32);
     for (int64_t i = (blockIdx.x * int64_t{kThreads} + threadIdx.x) / 32; i < s.rows * pieces; i += warps) {
@@ -336,7 +336,7 @@ template <bool kCount, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     expand_kernel(const uint8_t* __restrict__ packed, const uint8_t* __restrict__ block_scale, int64_t rows,
                   int64_t blocks, uint8_t* __restrict__ expanded, int64_t stride, int32_t* inexact) {
-    take_turn();
+    wait_for_previous();
     int count = 0;
     const int64_t vectors = (stride + 15) / 16, piece = int64_t{blockDim.x} * kUnroll;
     const int64_t row_step = int64_t{gridDim.x} * blockDim.y;

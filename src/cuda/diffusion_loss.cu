@@ -43,7 +43,7 @@ __device__ inline Vector<float, kGroup> load_group(const float* from, int64_t le
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads, 4)
     squared_error(const float* output, const float* target, int64_t n, int64_t count, double* errors) {
-    take_turn();
+    wait_for_previous();
     constexpr int kAhead = 4;
     constexpr int64_t kStep = int64_t{kThreads} * kGroup;
     for (int64_t i = blockIdx.x; i < n; i += gridDim.x) {
@@ -110,7 +110,7 @@ __device__ inline double softplus(double x) { return fmax(x, 0.0) + log1p(exp(-f
 // Wallace et al. 2023, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14: one block.
 __global__ void __launch_bounds__(kThreads) dpo(const double* errors, const double* reference, int64_t pairs,
                                                 double beta, double* weight, double* stats) {
-    take_turn();
+    wait_for_previous();
     const auto count = static_cast<double>(pairs);
     const double half = beta / 2;
     double sums[9] = {};

@@ -12,7 +12,7 @@ namespace fp4bf16 {
 // that enough loads are under way. Op has a type Loaded, load(item) and store(Loaded).
 template <typename Op>
 __global__ void __launch_bounds__(kThreads) each_kernel(const Op op, int64_t items) {
-    take_turn();
+    wait_for_previous();
     constexpr int64_t kBlock = int64_t{kThreads} * Op::kItems;
     for (int64_t first = blockIdx.x * kBlock + threadIdx.x; first < items; first += gridDim.x * kBlock) {
         typename Op::Loaded loaded[Op::kItems];

@@ -74,7 +74,7 @@ struct TakeRows {
 __global__ void __launch_bounds__(kThreads)
     take_rows_backward(const bf16* g, int64_t g_stride, const int64_t* index, int64_t rows, int64_t dim,
                        float* dweight, int64_t count) {
-    take_turn();
+    wait_for_previous();
     constexpr int kWarps = kThreads / 32, kAhead = 8;  // rows loaded before the first is added
     __shared__ uint32_t found[kWarps];
     __shared__ int list[kThreads];

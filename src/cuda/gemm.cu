@@ -169,7 +169,7 @@ __device__ void multiply(const Operand<T>& a, const Operand<T>& b, int64_t k_siz
 
 // The scales stand between the two tracks: the FP4 sum is multiplied, the BF16 sum then added to it.
 __global__ void __launch_bounds__(kThreads) gemm_simple_kernel(const fp4bf16_gemm_args p) {
-    take_turn();
+    wait_for_previous();
     const int64_t tiles_m = (p.m + kTile - 1) / kTile, tiles_n = (p.n + kTile - 1) / kTile;
     const int64_t tiles = tiles_m * tiles_n * p.batch_count;
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

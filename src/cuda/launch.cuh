@@ -5,7 +5,9 @@
 // The rule: a kernel that is launched this way calls wait_for_previous() in every thread block before the
 // first access to global memory, reads of weights included (an optimizer may have just written them) and
 // writes, too (the kernel before may still read). Thread blocks that touch nothing may end without, if others
-// of the grid wait. It lets the next one start at once, since that one waits.
+// of the grid wait. No kernel lets the next one start before its own blocks have ended (griddepcontrol.
+// launch_dependents): blocks that wait on a busy multiprocessor made a network 1.5 % slower, this rule 0.2 to
+// 0.8 % faster.
 //
 // Why the wait for one kernel is a wait for all before it: griddepcontrol.wait returns once "all prerequisite
 // grids in flight have completed and all the memory operations from the prerequisite grids are performed and
@@ -86,23 +88,11 @@ void launch_clusters(unsigned cluster, void (*kernel)(Parameters...), dim3 grid,
 }
 
 // ---- in a kernel
-// From here on the next kernel's thread blocks may take what multiprocessors have room, once all of this
-// one's have come here or ended.
-__device__ inline void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 // All that the kernels before wrote is there, and nothing that they read will be read again.
 __device__ inline void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-// Both, where a kernel has nothing to do before them.
-__device__ inline void take_turn() {
-    let_next_start();
-    wait_for_previous();
 }
 
 }  // namespace fp4bf16

@@ -265,7 +265,7 @@ __device__ inline void stream_bf16(const ApplyJob& job, const Place& t, Stream<k
 template <bool kSilu>
 __global__ void __launch_bounds__(kApplyThreads, 3) bf16_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
-    take_turn();
+    wait_for_previous();
     const Shared s(job, memory);
     const Place t(job);
     Stream<4, 1> x(job, t);
@@ -346,7 +346,7 @@ template <bool kSilu, bool kExpanded>
 __global__ void __launch_bounds__(kApplyThreads, kFourBitBlocks)
     fp4_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
-    take_turn();
+    wait_for_previous();
     const Shared s(job, memory);
     const Place t(job);
     Stream<kExpanded ? kAheadAlone : kAheadPacked, 2> x(job, t);
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(kApplyThreads, kFourBitBlocks)
 // ---- any shape: statistics to memory, a warp a group
 __global__ void __launch_bounds__(kThreads)
     sums_kernel(const __grid_constant__ fp4bf16_group_norm_args a, float* mean, float* rstd) {
-    take_turn();
+    wait_for_previous();
     constexpr int kWarps = kThreads / 32;
     const int64_t group = a.c / a.groups;
     const double inverse_count = 1.0 / (static_cast<double>(a.pixels) * static_cast<double>(group));

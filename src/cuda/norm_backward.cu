@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kNormThreads, 3)
     const int images = images_here(p, tile, job.a.n);
     const NormThread t(p.chunks, p.by_chunks, p.rows, p.by_rows, images);
     if (p.parts > 1) open_inbox(s.barrier, p.parts * 3 * p.width * static_cast<int>(sizeof(float)));
-    take_turn();
+    wait_for_previous();
     if (t.image >= 0) {
         fetch(job.a.x, job.a.x_image, job.a.x_pixel, p, tile, t, s.x);
         fetch(job.a.g, job.a.g_image, job.a.g_pixel, p, tile, t, s.g);

@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kNormThreads, 3) norm_kernel(const __grid_cons
     const int images = images_here(p, tile, job.a.n);
     const NormThread t(p.chunks, p.by_chunks, p.rows, p.by_rows, images);
     if (p.parts > 1) open_inbox(s.barrier, p.parts * p.groups * static_cast<int>(sizeof(float2)));
-    take_turn();
+    wait_for_previous();
     for (int i = threadIdx.x; i < p.width; i += blockDim.x) {
         s.gamma[i] = job.a.gamma[tile.channel + i];
         s.beta[i] = job.a.beta[tile.channel + i];

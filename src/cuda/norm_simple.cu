@@ -38,7 +38,7 @@ __device__ inline void each_element(const __nv_bfloat16* x, int64_t pixels, int6
 
 __global__ void __launch_bounds__(kThreads)
     statistics_kernel(const __grid_constant__ fp4bf16_group_norm_args a, float* mean_out, float* rstd_out) {
-    take_turn();
+    wait_for_previous();
     const int64_t width = a.c / a.groups;
     const auto count = static_cast<float>(a.pixels * width);
     for (int64_t i = blockIdx.x; i < a.n * a.groups; i += gridDim.x) {
@@ -62,7 +62,7 @@ __device__ inline float activated(float z, fp4bf16_activation activation) {
 // BF16 results alone.
 __global__ void __launch_bounds__(kThreads)
     elements_kernel(const __grid_constant__ fp4bf16_group_norm_args a, const float* mean, const float* rstd) {
-    take_turn();
+    wait_for_previous();
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < a.n * a.pixels * a.c; i += step) {
         const int64_t c = i % a.c, p = i / a.c % a.pixels, image = i / a.c / a.pixels;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads)
 // FP4 results, and BF16 ones beside them.
 __global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant__ fp4bf16_group_norm_args a,
                                                           const float* mean, const float* rstd, float root) {
-    take_turn();
+    wait_for_previous();
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups, blocks = a.c / 16;
     const Outer o = static_outer(a, root);
     if (blockIdx.x == 0 && threadIdx.x == 0) *a.outer_scale = o.decode;
@@ -145,7 +145,7 @@ __device__ inline bool channel_sums(const fp4bf16_group_norm_backward_args& a, i
 
 __global__ void __launch_bounds__(kThreads)
     sums_kernel(const __grid_constant__ fp4bf16_group_norm_backward_args a, const Room room) {
-    take_turn();
+    wait_for_previous();
     const int64_t width = a.c / a.groups;
     const float inverse = 1.0f / (static_cast<float>(a.pixels) * static_cast<float>(width));
     for (int64_t i = blockIdx.x; i < a.n * a.groups; i += gridDim.x) {
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     gradient_kernel(const __grid_constant__ fp4bf16_group_norm_backward_args a, const float* group_sums) {
-    take_turn();
+    wait_for_previous();
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < a.n * a.pixels * a.c; i += step) {
         const int64_t c = i % a.c, p = i / a.c % a.pixels, image = i / a.c / a.pixels;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads)
 // A thread block adds 32 columns, 32 rows at a time.
 __global__ void __launch_bounds__(1024)
     add_partials_kernel(const float* partial, int64_t rows, int64_t c, float* dgamma, float* dbeta) {
-    take_turn();
+    wait_for_previous();
     __shared__ float parts[32][33];
     float* to = blockIdx.y == 0 ? dgamma : dbeta;
     if (to == nullptr) return;

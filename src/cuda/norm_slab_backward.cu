@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(32 * kSlabWarps<kChunks>, kChunks == 2 ? 5 : 2
     if (p.image >= job.a.n) return;  // the whole cluster
     if (job.slabs.parts > 1)
         open_inbox(&memory.barrier, job.slabs.parts * static_cast<int>(sizeof memory.inbox[0]));
-    take_turn();
+    wait_for_previous();
     uint4 x[kChunks], g[kChunks], add[kChunks] = {};
     load_slab(job.a.x, job.a.x_image, job.a.x_pixel, p, x);
     load_slab(job.a.g, job.a.g_image, job.a.g_pixel, p, g);

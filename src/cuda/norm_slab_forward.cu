@@ -217,7 +217,6 @@ __global__ void __launch_bounds__(32 * kSlabWarps<kChunks>, 16 / kChunks)
     norm_slab_kernel(const __grid_constant__ NormSlabJob job) {
     extern __shared__ uint4 memory[];
     auto& s = *reinterpret_cast<Memory<kChunks, kFp4>*>(memory);
-    let_next_start();
     const SlabPlace p(job.slabs, kChunks);
     if (kFp4) prefetch_pairs();
     const uint4* from = first_chunk(job, p);

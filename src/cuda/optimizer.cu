@@ -164,7 +164,7 @@ __device__ inline void do_row(const fp4bf16_adamw_args& a, const Step& step, con
 }
 
 __global__ void __launch_bounds__(kLanes, 8) adamw_kernel(const __grid_constant__ Job job) {
-    take_turn();
+    wait_for_previous();
     __shared__ Four held[kHeld / 4];
     const Step step(job);
     const Tensor t(job.a, blockIdx.x);
@@ -203,7 +203,7 @@ __device__ inline double square(float v) { return static_cast<double>(v) * v; }
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) squares_kernel(const float* x, int64_t count, double* parts) {
-    take_turn();
+    wait_for_previous();
     const int64_t vectors = count / 4, stride = int64_t{gridDim.x} * kThreads;
     double sum[4] = {};
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors; i += 4 * stride) {
@@ -229,14 +229,14 @@ __global__ void __launch_bounds__(kThreads) squares_kernel(const float* x, int64
 }
 
 __global__ void __launch_bounds__(kParts) total_kernel(const double* parts, int count, double* squares) {
-    take_turn();
+    wait_for_previous();
     const double total = block_sum<kParts>(static_cast<int>(threadIdx.x) < count ? parts[threadIdx.x] : 0.0);
     if (threadIdx.x == 0) *squares = total;
 }
 
 __global__ void clip_kernel(const double* squares, const double* loss, double limit, float* scalars,
                             double* norm_out) {
-    take_turn();
+    wait_for_previous();
     const double norm = sqrt(*squares);
     const bool finite = isfinite(norm) && (loss == nullptr || isfinite(*loss));
     scalars[3] = limit > 0 && norm > limit ? static_cast<float>(limit / norm) : 1.0f;

@@ -11,7 +11,7 @@ namespace {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const T* x, int64_t rows, int64_t k, int64_t stride, uint8_t* packed) {
-    take_turn();
+    wait_for_previous();
     const int64_t bytes = (k + 1) / 2;  // a row
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * bytes; i += step) {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     unpack_kernel(const uint8_t* packed, int64_t rows, int64_t k, T* x, int64_t stride) {
-    take_turn();
+    wait_for_previous();
     const int64_t bytes = (k + 1) / 2;
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < rows * k; i += step) {

@@ -68,7 +68,7 @@ __device__ void make_group(const Patches<T>& p, const Step (&step)[kValues], int
 // finds the places of its values once.
 template <typename T, bool kSpread>
 __global__ void __launch_bounds__(kThreads, 3) patches_kernel(const __grid_constant__ Patches<T> p) {
-    take_turn();
+    wait_for_previous();
     for (int group = threadIdx.x; group < p.groups; group += blockDim.x) {
         const int count = p.values - group * kValues;
         Step step[kValues];

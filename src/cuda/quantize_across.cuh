@@ -56,7 +56,7 @@ __device__ inline void store_parts(const QuantizeJob& job, const Totals& totals,
 template <Kind kKind, bool kStats>
 __global__ void __launch_bounds__(kThreads, kStats ? 2 : 3)
     across_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     __shared__ Tile tile;
     const int line = threadIdx.x / kTileLanes, lane = threadIdx.x % kTileLanes;
     const int64_t first = int64_t{blockIdx.x} * kTile, row = first + line;

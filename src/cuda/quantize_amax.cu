@@ -70,7 +70,7 @@ struct Vectors<__half> {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_rows(const __grid_constant__ QuantizeJob job, bool vectors, int* amax) {
-    take_turn();
+    wait_for_previous();
     constexpr int kSize = Vectors<T>::kSize;
     const int lane = threadIdx.x % 32;
     const int64_t pieces = (job.a.k_size + kPiece - 1) / kPiece;
@@ -102,7 +102,7 @@ constexpr int kPieces = 8, kPiecesAtOnce = kPieces * kThreads;
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads, 4)
     amax_flat(const __grid_constant__ QuantizeJob job, const Divisor pieces, int* amax) {
-    take_turn();
+    wait_for_previous();
     constexpr int kSize = kVectors ? Vectors<T>::kSize : 1;
     const int64_t start = int64_t{blockIdx.x} * kPiecesAtOnce, row = start / pieces.by;
     const auto first = static_cast<uint32_t>(start - row * pieces.by);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 // Blocks across rows of memory: a lane a row, so that neighbours read neighbours.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_across(const __grid_constant__ QuantizeJob job, int* amax) {
-    take_turn();
+    wait_for_previous();
     const int64_t row = int64_t{blockIdx.x} * 32 + threadIdx.x % 32;
     const int64_t inside = min(row, job.a.rows - 1);
     const T* x = static_cast<const T*>(job.a.x) + job.place(inside);
@@ -168,7 +168,7 @@ __device__ inline uint32_t finite_pair(uint32_t w) {
 
 __global__ void __launch_bounds__(kThreads)
     amax_across_vectors(const __grid_constant__ QuantizeJob job, int* amax) {
-    take_turn();
+    wait_for_previous();
     __shared__ int found[64];
     if (threadIdx.x < 64) found[threadIdx.x] = 0;
     const int64_t row = int64_t{blockIdx.x} * 64 + threadIdx.x % 8 * 8;

@@ -14,7 +14,7 @@ namespace {
 // Sums of rows from those of their pieces, in order; FP32 sums of blocks are off by less than 2^-19.
 __global__ void __launch_bounds__(kThreads)
     add_parts(const double* parts, int64_t count, int64_t pieces, double* sums) {
-    take_turn();
+    wait_for_previous();
     const int64_t step = int64_t{gridDim.x} * kThreads;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += step) {
         double sum = 0;

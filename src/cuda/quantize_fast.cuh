@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, kStats || kKind == kExactFull ? 2
                                             : kKind == kExactFast         ? 3
                                                                           : 4)
     long_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     constexpr int kLanes = kThreads, kHeld = 2, kSpan = kLanes * kHeld;  // blocks at a time
     const int lane = threadIdx.x;
     const int64_t row = blockIdx.x;

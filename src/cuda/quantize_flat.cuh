@@ -158,7 +158,7 @@ __device__ inline void quantize_held(const QuantizeJob& job, const Span& s, cons
 template <Kind kKind>
 __global__ void __launch_bounds__(kFlatThreads, kFlatResident)
     flat_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     const Span s(job.tiles, 0, job.a.rows, int64_t{gridDim.x - 1 - blockIdx.x});
     __shared__ Held held;
     held.fetch(job, s);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kFlatThreads, kFlatResident)
 template <Kind kKind>
 __global__ void __launch_bounds__(kFlatThreads, kFlatResident)
     together_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     __shared__ int found[kTileBlocks];
     __shared__ Held held;
     const int64_t row = int64_t{blockIdx.x} * job.tiles.rows;
@@ -249,7 +249,7 @@ __device__ inline uint32_t await_amax(const volatile uint32_t* found, uint32_t c
 template <Kind kKind>
 __global__ void __launch_bounds__(kFlatThreads, kFlatResident)
     ahead_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     __shared__ Held held;
     __shared__ uint32_t ticket;
     if (threadIdx.x == 0) ticket = atomicAdd(job.ticket, 1u);

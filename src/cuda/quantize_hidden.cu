@@ -7,7 +7,7 @@ namespace {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) hidden_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     const fp4bf16_quantize_args& a = job.a;
     const auto down = static_cast<const __nv_bfloat16*>(a.down_t);
     const int lane = threadIdx.x % 32;

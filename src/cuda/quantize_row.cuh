@@ -23,7 +23,7 @@ __device__ constexpr int held_threads() {
 template <Kind kKind, int kLanes, int kHeld>
 __global__ void __launch_bounds__(kLanes, held_threads<kKind, kHeld>() / kLanes)
     held_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     const int64_t row = blockIdx.x;
     const int lane = threadIdx.x, blocks = static_cast<int>(job.a.k_size / 16);
     const uint4* source = row_source(job, row);
@@ -98,7 +98,7 @@ struct RowPieces {
 template <Kind kKind, int kLanes, int kHeld, bool kStats>
 __global__ void __launch_bounds__(kLanes, (kStats ? 512 : 1024) / kLanes)
     shared_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     __shared__ RowPieces<kLanes, kHeld> pieces;
     const int64_t row = blockIdx.x;
     const int lane = threadIdx.x, blocks = static_cast<int>(job.a.k_size / 16);

@@ -73,7 +73,7 @@ __device__ void store_totals(const QuantizeJob& job, const Totals& totals, bool 
 // ---- rows of their own: a warp a row
 template <typename T, int kB>
 __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     const int lane = threadIdx.x % 32;
     const int64_t step = int64_t{gridDim.x} * (kThreads / 32);
     for (int64_t row = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; row < job.a.rows;
@@ -119,7 +119,7 @@ struct Tile {
 
 template <typename T, int kB>
 __global__ void __launch_bounds__(kThreads, 2) across_kernel(const __grid_constant__ QuantizeJob job) {
-    take_turn();
+    wait_for_previous();
     __shared__ Tile<T, kB> tile;
     const int lane = threadIdx.x % kLanes, line = threadIdx.x / kLanes;
     const auto at = [&](int64_t, int j) { return tile.v[line][lane * (kB + 1) + j]; };

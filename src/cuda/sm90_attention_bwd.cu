@@ -142,7 +142,6 @@ __global__ void __launch_bounds__(kBlock, 1)
     extern __shared__ uint8_t raw[];
     const SharedRing<kRing> shared(raw);
     shared.init();
-    let_next_start();
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();
         if (threadIdx.x < 32 && ptx::elect()) {

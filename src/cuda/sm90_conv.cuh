@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "sm90_conv_epilogue.cuh"
-#include "sm90_conv_sum_tiles.cuh"
+#include "sm90_conv_sums.cuh"
 
 namespace fp4bf16 {
 
@@ -184,19 +184,9 @@ __device__ __forceinline__ void consume_conv(const ConvParams& p, const SharedSt
         if (p.staged) {
             c.wait_full();  // the stage that the producer left out
             const Staging<C> staging(shared, c.ring.stage);
-            const bool summed = C::kE4m3 && p.sums != nullptr;
-            // The result before has been summed and stored; `turn` changes with every tile, to 1 in the
-            // first.
-            if (summed) ptx::barrier_wait(c.empty + 8 * (C::kStages + Beside::kSummed), columns.turn);
-            stage_pixels<C>(p, staging, acc, group);
-            if (summed) {
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) ptx::barrier_arrive(c.empty + 8 * (C::kStages + Beside::kStaged));
-                c.give_to_others();
-            } else {
-                store_pixels<C>(p, staging, group, corner);
-                c.give_to_stores();
-            }
+            store_pixels<C>(p, staging, acc, group, corner);
+            if (C::kE4m3 && p.sums != nullptr) sum_staged<C>(p, staging, group, corner);
+            c.give_to_stores();
         } else {
             store_rows<C>(p, acc, rows, col);
         }

@@ -224,14 +224,15 @@ struct Staging {
     __device__ Staging(const SharedStages<C>& shared, int stage)
         : in_stage(uniform(ptx::shared_address(shared.a(stage)))),
           in_own(uniform(ptx::shared_address(shared.staging)) - C::kBorrowedBytes) {}
-    __device__ uint32_t box(int fragment, int i) const { return memory((fragment * kBoxes + i) * kBytes); }
-    __device__ uint32_t memory(int at) const { return (at < C::kBorrowedBytes ? in_stage : in_own) + at; }
+    __device__ uint32_t box(int fragment, int i) const {
+        const int at = (fragment * kBoxes + i) * kBytes;
+        return (at < C::kBorrowedBytes ? in_stage : in_own) + at;
+    }
 };
 
-// A warp's rows, with the prefetched residual added; the copy engine sees them after the next barrier.
 template <class C>
-__device__ inline void stage_pixels(const ConvParams& p, const Staging<C>& staging, Accumulators<C>& acc,
-                                    int group) {
+__device__ inline void store_pixels(const ConvParams& p, const Staging<C>& staging, Accumulators<C>& acc,
+                                    int group, const ConvCorner<C>& corner) {
     constexpr int kBoxes = Staging<C>::kBoxes, kColumns = Staging<C>::kColumns;
 #pragma unroll
     for (int wave = 0; wave < C::kWaves; ++wave)
@@ -245,28 +246,16 @@ __device__ inline void stage_pixels(const ConvParams& p, const Staging<C>& stagi
                 stage_box<FP4BF16_FLOAT16, kColumns>(acc[wave], i, memory);
         }
     ptx::fence_async_shared();
-}
-
-// One thread: the copy engine takes a staged fragment of 64 rows.
-template <class C>
-__device__ inline void store_staged_fragment(const ConvParams& p, const Staging<C>& staging, int fragment,
-                                             const ConvCorner<C>& corner) {
-    const Pixel at = pixel_of(p, corner.at, 64 * fragment);
-#pragma unroll
-    for (int i = 0; i < staging.kBoxes; ++i)
-        ptx::store_picture_box(&p.d, staging.box(fragment, i), corner.n + staging.kColumns * i, at.x, at.y,
-                               at.n);
-}
-
-// A warpgroup's rows, staged by its warps.
-template <class C>
-__device__ inline void store_pixels(const ConvParams& p, const Staging<C>& staging, int group,
-                                    const ConvCorner<C>& corner) {
     asm volatile("bar.sync %0, 128;" ::"r"(threadIdx.x / 128) : "memory");
     if (threadIdx.x % 128 >= 32 || !ptx::elect()) return;
 #pragma unroll
-    for (int wave = 0; wave < C::kWaves; ++wave)
-        store_staged_fragment<C>(p, staging, group * C::kWaves + wave, corner);
+    for (int wave = 0; wave < C::kWaves; ++wave) {
+        const int fragment = group * C::kWaves + wave;
+        const Pixel at = pixel_of(p, corner.at, 64 * fragment);
+#pragma unroll
+        for (int i = 0; i < kBoxes; ++i)
+            ptx::store_picture_box(&p.d, staging.box(fragment, i), corner.n + kColumns * i, at.x, at.y, at.n);
+    }
     ptx::store_commit();
 }
 

@@ -8,14 +8,15 @@
 namespace fp4bf16 {
 
 template <class C>
-constexpr int kConvSharedBytes = C::kSharedBytes + 8 * (C::kInTurn ? Turns::kCount : Beside::kCount);
+constexpr int kConvSharedBytes = C::kSharedBytes + 8 * Turns::kCount;
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_conv(const __grid_constant__ ConvParams p) {
     extern __shared__ uint8_t raw[];
     const SharedStages<C> shared(raw);
     uint64_t* const more = shared.empty + C::kStages;
-    const Turns turns(more);  // in turn; else those of Beside
+    uint64_t* own_empty = more;  // staging memory beside the ring: its stores are done
+    const Turns turns(more);     // in place of it
     const int rank = C::kCluster == 1 ? 0 : ptx::cluster_rank();
     const int cluster = blockIdx.x / C::kCluster, clusters = gridDim.x / C::kCluster;
 
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_conv(const __grid_constan
         if constexpr (C::kInTurn)
             turns.init();
         else
-            Beside::init(more);
+            ptx::barrier_init(own_empty, 2);  // a thread of each consumer warpgroup
         ptx::fence_barrier_init();
     }
     if constexpr (C::kCluster == 1)
@@ -35,7 +36,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_conv(const __grid_constan
     else
         ptx::cluster_arrive(), ptx::cluster_wait();
 
-    let_next_start();
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();
         if (threadIdx.x < 32 && ptx::elect()) {
@@ -44,13 +44,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_conv(const __grid_constan
             if (p.staged) ptx::prefetch_map(&p.d);
             if (p.prefetched) ptx::prefetch_map(&p.residual_map);
             wait_for_previous();
-            produce_conv<C>(p, shared, more + Beside::kOwnEmpty, cluster, clusters, rank);
+            produce_conv<C>(p, shared, own_empty, cluster, clusters, rank);
         }
-        if constexpr (C::kE4m3 && !C::kInTurn)
-            if (p.sums != nullptr && threadIdx.x >= 32) {
-                wait_for_previous();
-                store_and_sum_tiles<C>(p, shared);
-            }
         if constexpr (C::kInTurn)
             if (p.staged && threadIdx.x / 32 == 1 && ptx::elect()) {
                 wait_for_previous();

@@ -1,6 +1,5 @@
 // Sums and sums of squares of a convolution's result by channel, for the group normalisation that follows:
 // of the BF16 numbers that wait in shared memory for their store, so that what is summed is what is stored.
-// By the warps that staged them, where warpgroups take tiles in turn; sm90_conv_sum_tiles.cuh has the others.
 //
 // The tensor cores add up rows: with B sixteen pixels of eight channels and A (16 x 16) those same numbers
 // transposed above rows of ones, row i of the upper half of A B has at column i the sum of squares of channel

@@ -12,7 +12,6 @@
 #pragma once
 
 #include "sm90_conv.cuh"
-#include "sm90_conv_sums.cuh"
 
 namespace fp4bf16 {
 
@@ -104,8 +103,7 @@ __device__ __forceinline__ void consume_in_turn(const ConvParams& p, const Share
         if (p.staged) {
             ptx::barrier_wait(turn + 16, parity);  // granted[group]
             const Staging<C> staging(shared, 0);
-            stage_pixels<C>(p, staging, acc, 0);
-            store_pixels<C>(p, staging, 0, corner);
+            store_pixels<C>(p, staging, acc, 0, corner);
             if (C::kE4m3 && p.sums != nullptr) sum_staged<C>(p, staging, 0, corner);
             if (threadIdx.x % 128 < 32) ptx::store_wait_read();
             __syncwarp();

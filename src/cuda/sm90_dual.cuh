@@ -163,12 +163,8 @@ struct Consumer {
         storing = -1;
     }
     __device__ void give_to_stores() {
-        storing = ring.stage;
-        give_to_others();
-    }
-    // Warp 0's part of the release is left to those who store.
-    __device__ void give_to_others() {
         if (threadIdx.x % 128 >= 32) release(ring.stage);
+        storing = ring.stage;
         ring.advance();
     }
 
@@ -454,7 +450,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_dual_gemm(const __grid_co
     else
         ptx::cluster_arrive(), ptx::cluster_wait();
 
-    let_next_start();
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();
         if (threadIdx.x < 32 && ptx::elect()) {

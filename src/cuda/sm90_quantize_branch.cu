@@ -226,7 +226,7 @@ __device__ inline void begin(Shared<kRank>& s, const Work& w) {
         ptx::barrier_init(&s.partial_free, w.ctas);
         ptx::fence_barrier_init();
     }
-    take_turn();
+    wait_for_previous();
     if (w.args.outliers > 0 && threadIdx.x <= S::kMostBoxes) {  // first index at or behind the box
         const int64_t column = int64_t{Part(w).first + static_cast<int>(threadIdx.x)} * kColumns;
         int64_t low = 0, high = w.args.outliers;

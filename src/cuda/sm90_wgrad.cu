@@ -179,7 +179,7 @@ __device__ void reduce_bias(const ReduceParams& p, int o) {
 
 // A thread has four columns of dw, or one element of db.
 __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ ReduceParams p) {
-    take_turn();
+    wait_for_previous();
     const int quads = p.partial != nullptr ? p.o * (p.row / 4) : 0;
     const int64_t all = quads + int64_t{p.sums != nullptr ? p.o : 0};
     for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < all;

@@ -214,8 +214,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_wgrad(const __grid_consta
     else
         ptx::cluster_arrive(), ptx::cluster_wait();
 
-    let_next_start();
-
     if (threadIdx.x < 128) {
         ptx::give_registers<40>();
         if (threadIdx.x < 32 && ptx::elect()) {
