@@ -62,20 +62,29 @@ WORK = {"conv2d": _conv, "conv2d_dgrad": _gradient, "conv2d_wgrad": _gradient, "
         "attention_backward": _attention(5)}  # fmt: skip
 
 
-def recorded(function) -> list[tuple[str, tuple]]:
-    """The launches of ``function()``, in order."""
-    found, call = [], device.call
+def recorded(function) -> tuple[list[tuple[str, tuple]], list]:
+    """The launches of ``function()``, in order, and the memory that it took, none of it used twice: each
+    launch then reads its own operands when it is repeated.
+    """
+    import cupy
+
+    found, call, pool, memory = [], device.call, cupy.cuda.MemoryPool(), []
 
     def keep(name: str, *arguments: Any) -> None:
         call(name, *arguments)
         found.append((name, arguments))
 
+    def take(size: int) -> Any:
+        memory.append(pool.malloc(size))
+        return memory[-1]
+
     device.call = keep
     try:
-        function()
+        with cupy.cuda.using_allocator(take):
+            function()
     finally:
         device.call = call
-    return found
+    return found, [pool, *memory]
 
 
 def alone(name: str, arguments: tuple, repeat: int = 5) -> float:
@@ -97,7 +106,8 @@ def alone(name: str, arguments: tuple, repeat: int = 5) -> float:
 def breakdown(function, title: str, most: int = 24) -> list[dict[str, Any]]:
     """Rows by kind and shape: launches, milliseconds, the bound and the share of it that is reached."""
     rows: dict[tuple, list] = defaultdict(lambda: [0, 0.0, 0.0])
-    for name, arguments in recorded(function):
+    launches, memory = recorded(function)
+    for name, arguments in launches:
         seconds = alone(name, arguments)
         work = WORK.get(name)
         arithmetic, nbytes, shape = work(arguments[0][0]) if work else (0.0, 0.0, "")
@@ -105,6 +115,7 @@ def breakdown(function, title: str, most: int = 24) -> list[dict[str, Any]]:
         entry[0] += 1
         entry[1] += seconds
         entry[2] += max(arithmetic, nbytes / BYTES)
+    del memory
     total = sum(entry[1] for entry in rows.values())
     longest_first = sorted(rows.items(), key=lambda item: -item[1][1])
     found = [{"part": title, "kernel": name, "shape": shape, "launches": n, "ms": ms * 1e3,

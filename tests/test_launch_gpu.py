@@ -39,7 +39,7 @@ class Chain:
     """
 
     def __init__(self, cupy, library, rng):
-        self.cupy, self.library = cupy, library
+        self.cupy, self.loaded = cupy, library
         self.sources = [cupy.asarray(rng.integers(1, 256, (ROWS, COLUMNS)).astype(np.float32) / 128)
                         for _ in range(2)]  # fmt: skip
         self.buffer = cupy.zeros((ROWS, COLUMNS), np.uint16)
@@ -51,18 +51,18 @@ class Chain:
         """Rows as they are, or turned: kernels of different ends."""
         x = self.sources[turn % 2]
         strides = (COLUMNS, 1) if turn % 4 < 2 else (1, COLUMNS)
-        self.library.call("convert", x.data.ptr, FLOAT32, 1, ROWS, COLUMNS, 0, *strides, self.buffer.data.ptr,
+        self.loaded.call("convert", x.data.ptr, FLOAT32, 1, ROWS, COLUMNS, 0, *strides, self.buffer.data.ptr,
                           BFLOAT16, COLUMNS, stream)  # fmt: skip
 
     def read(self, turn, stream):
         """64 x 64 numbers from all over the buffer, the last one included."""
         last = self.buffer.data.ptr + 2 * (63 * COLUMNS + 63)  # every 64th row and column
-        self.library.call("convert", last, BFLOAT16, 1, 64, 64, 0, 64 * COLUMNS, 64,
+        self.loaded.call("convert", last, BFLOAT16, 1, 64, 64, 0, 64 * COLUMNS, 64,
                           self.results[turn].data.ptr, FLOAT32, 64, stream)  # fmt: skip
 
     def add(self, turn, stream):
         """The sum of the result's squares: two kernels, the second of which reads what the first wrote."""
-        self.library.call("sum_of_squares", self.results[turn].data.ptr, 64 * 64,
+        self.loaded.call("sum_of_squares", self.results[turn].data.ptr, 64 * 64,
                           self.squares[turn].data.ptr, self.room.data.ptr, stream)  # fmt: skip
 
     def wanted(self, turn):

@@ -37,7 +37,7 @@ class Watch:
     """
 
     def __init__(self, monkeypatch, library):
-        self.library, self.at, self._kept = library, library.at, []
+        self.loaded, self.at, self._kept = library, library.at, []
         self.parts, self.written, self.norms = {}, [], []
         call, make = device.call, library.fake._make
 
@@ -54,7 +54,7 @@ class Watch:
         monkeypatch.setattr(library.fake, "_make", kept)
 
     def conv2d(self, a) -> None:
-        parts = self.library.lib.fp4bf16_conv2d_sum_parts(self.library.ffi.addressof(a))
+        parts = self.loaded.lib.fp4bf16_conv2d_sum_parts(self.loaded.ffi.addressof(a))
         self.parts[self.at(a.d)] = int(parts)
         if self.at(a.sums):
             self.written.append(self.at(a.sums))

@@ -126,8 +126,6 @@ bool strides_fit(const void* pointer, int64_t image, int64_t pixel) {
 // ---- forward
 bool gives_fp4(const fp4bf16_group_norm_args& a) { return a.expanded != nullptr || a.packed != nullptr; }
 
-constexpr int kForwardChunks = 4;  // of a slab's lane: up to 256 pixels
-
 bool forward_fits(const fp4bf16_group_norm_args& a) {
     return strides_fit(a.x, a.x_image, a.x_pixel) && strides_fit(a.y, a.y_image, a.y_pixel) &&
            (a.expanded == nullptr || aligned(a.expanded, 16)) &&
@@ -144,7 +142,7 @@ bool forward_plan(const fp4bf16_group_norm_args& a, bool clusters, NormPlan* pla
 }
 
 bool forward_slabs(const fp4bf16_group_norm_args& a, NormSlabs* slabs) {
-    return forward_fits(a) && norm_slabs(a.n, a.pixels, a.c, a.groups, kForwardChunks, 1, slabs);
+    return forward_fits(a) && norm_slabs(a.n, a.pixels, a.c, a.groups, 1, slabs);
 }
 
 // Room for the statistics that the caller does not want, where the kernels pass them in memory. Does not ask
@@ -234,7 +232,7 @@ bool backward_plan(const fp4bf16_group_norm_backward_args& a, bool clusters, Nor
 // A slab's lane keeps 32 elements at most: images of 256 pixels, and of 2048 by clusters.
 bool backward_slabs(const fp4bf16_group_norm_backward_args& a, bool clusters, NormSlabs* slabs) {
     return backward_fits(a) && aligned(a.gamma, 16) && aligned(a.beta, 16) &&
-           norm_slabs(a.n, a.pixels, a.c, a.groups, 4, clusters ? kTeam : 1, slabs);
+           norm_slabs(a.n, a.pixels, a.c, a.groups, clusters ? kTeam : 1, slabs);
 }
 
 }  // namespace

@@ -5,16 +5,15 @@
 
 namespace fp4bf16 {
 
-bool norm_slabs(int64_t n, int64_t pixels, int64_t c, int64_t groups, int most, int most_parts,
-                NormSlabs* slabs) {
+bool norm_slabs(int64_t n, int64_t pixels, int64_t c, int64_t groups, int most_parts, NormSlabs* slabs) {
     const int64_t group = c / groups;
     if (c % kSlab != 0 || c > int64_t{1} << 20 || group < 4 || kSlab % group != 0) return false;
     if (n > int64_t{65535} * 65535) return false;
-    // One warp of two chunks a lane, up to eight of four, up to sixteen of eight: fewer chunks are slower
-    // where there are many images, since each warp has some 500 instructions to do whatever it holds.
+    // One warp of two chunks a lane, up to eight of four: fewer chunks are slower where there are many
+    // images, since each warp has some 500 instructions to do whatever it holds.
     int chunks = 2, parts = 1;
     const auto room = [&] { return int64_t{kSlabRows} * chunks * (chunks == 2 ? 1 : 2 * chunks); };
-    while (chunks < most && pixels > room()) chunks *= 2;
+    if (pixels > room()) chunks = 4;
     while (parts < most_parts && pixels > parts * room()) parts *= 2;
     if (pixels > parts * room()) return false;
     const int64_t part = ceil_div(pixels, parts), warps = ceil_div(part, int64_t{kSlabRows} * chunks);

@@ -17,7 +17,7 @@ struct NormSlabs {
     int pixels, slabs;    // slabs: c / 32
     int part, parts;      // pixels of a thread block; thread blocks of a slab, a cluster
     int parts_shift;      // parts = 2^parts_shift
-    int chunks;           // of a lane: 2, 4 or 8
+    int chunks;           // of a lane: 2 or 4
     int warps, teams;     // of a team; of a thread block
     int group_shift;      // a group is 2^group_shift channels, 4 to 32
     float inverse_count;  // 1 / elements of a group
@@ -35,9 +35,8 @@ struct NormSlabBackwardJob {
     float* partial;  // (2, n, c): gradients in gamma, in beta; NULL: not wanted
 };
 
-// most: chunks of a lane; most_parts: thread blocks of a cluster. False: not such a shape.
-bool norm_slabs(int64_t n, int64_t pixels, int64_t c, int64_t groups, int most, int most_parts,
-                NormSlabs* slabs);
+// most_parts: thread blocks of a cluster. False: not such a shape.
+bool norm_slabs(int64_t n, int64_t pixels, int64_t c, int64_t groups, int most_parts, NormSlabs* slabs);
 
 fp4bf16_status norm_slab_forward(NormSlabJob job, cudaStream_t stream);
 fp4bf16_status norm_slab_backward(const NormSlabBackwardJob& job, cudaStream_t stream);

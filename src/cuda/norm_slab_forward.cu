@@ -268,8 +268,7 @@ fp4bf16_status launch(const NormSlabJob& job, cudaStream_t stream) {
 
 fp4bf16_status norm_slab_forward(NormSlabJob job, cudaStream_t stream) {
     job.root = root_up(int64_t{job.slabs.pixels} << job.slabs.group_shift);
-    if (job.slabs.chunks == 2) return launch<2>(job, stream);
-    return job.slabs.chunks == 4 ? launch<4>(job, stream) : launch<8>(job, stream);
+    return job.slabs.chunks == 2 ? launch<2>(job, stream) : launch<4>(job, stream);
 }
 
 }  // namespace fp4bf16
