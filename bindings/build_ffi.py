@@ -1,5 +1,5 @@
-"""src/cuda/fp4bf16.h and fp4bf16_network.h -> the cffi out-of-line ABI module fp4bf16/_ffi.py, and the header that tells the
-library what it was built from. Run by CMake; needs cffi and no compiler.
+"""src/cuda/fp4bf16.h and fp4bf16_network.h -> the cffi out-of-line ABI module fp4bf16/_ffi.py, and the
+header that tells the library what it was built from. Run by CMake; needs cffi and no compiler.
 
     python bindings/build_ffi.py --version 0.1.0 --module _ffi.py --build-info fp4bf16_build_info.h
 """

@@ -137,8 +137,8 @@ class Forward:
     def check(self, function="conv2d") -> None:
         y, size = self.expected()
         # What FP8 tensor cores lose, by python_ref.accumulator on these operands at K = 9 * 384: promoted and
-        # fast less than 6e-4 of the sum of |products|; as a whole, by calc_diff, fast 6e-7, of which the limit
-        # is five times. BF16 ones and FP32 FMAs in order lose far less.
+        # fast less than 6e-4 of the sum of |products|; as a whole, by calc_diff, fast 6e-7, of which the
+        # limit is five times. BF16 ones and FP32 FMAs in order lose far less.
         fast = self.given.get("accumulate", 0) == 1 and self.given["c8"] > 0 and function == "conv2d"
         part = 2**-9 if self.given["c8"] and function == "conv2d" else 2**-14
         close(self.results(function), y, 1.2 * part * size + ROUNDING[self.d_dtype] * abs(y) + 5e-5,
