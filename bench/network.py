@@ -297,8 +297,8 @@ def goals(rows):
     found = []
     for part, batch, arm, key, goal in GOALS:
         found += [(f"{part} B={batch} {arm} {key}", goal, r[key]) for r in rows
-                  if (r["part"], r.get("batch"), r["arm"]) == (part, batch, arm) and key in r]  # fmt: skip
-    rate = {r["batch"]: r["images_per_s"] for r in rows if (r["part"], r["arm"]) == ("forward", "fp4")}
+                  if (r["part"], r.get("batch"), r.get("arm")) == (part, batch, arm) and key in r]  # fmt: skip
+    rate = {r["batch"]: r["images_per_s"] for r in rows if (r["part"], r.get("arm")) == ("forward", "fp4")}
     for batch, share in ((256, 0.85), (64, 0.6)):
         if {batch, 1024} <= rate.keys():
             found.append((f"forward B={batch} over B=1024", share, rate[batch] / rate[1024]))

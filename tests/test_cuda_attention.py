@@ -135,7 +135,9 @@ class Attention:
         ds = rounded(p * (dp - delta))
         results = {"out": p @ v, "dq": kind(self.scale) * (ds @ k), "dv": p.swapaxes(-1, -2) @ g,
                    "dk": kind(self.scale) * (ds.swapaxes(-1, -2) @ q)}  # fmt: skip
-        size = abs(self.scale) * p * (abs(dp) + abs(delta))
+        # delta is made of `out` as the forward wrote it: rounding that, 2^-9 each, is not bound by delta
+        rounding = (abs(g) * abs(results["out"])).sum(-1, keepdims=True) / 4
+        size = abs(self.scale) * p * (abs(dp) + abs(delta) + rounding)
         sizes = {"out": p @ abs(v), "dq": size @ abs(k), "dk": size.swapaxes(-1, -2) @ abs(q),
                  "dv": p.swapaxes(-1, -2) @ abs(g)}  # fmt: skip
         flat = {name: rounded(x).swapaxes(1, 2).astype(np.float64) for name, x in results.items()}
@@ -143,7 +145,8 @@ class Attention:
 
     def check(self, backward: bool = True) -> None:
         """At most twice the error of NumPy in BF16 on the whole, where that has none one rounding; each
-        element within what rounding its weights (2^-9 each, in P, in dS and in their row's sum) can do."""
+        element within what rounding its weights (2^-9 each, in P, in dS, in their row's sum and in `out`, of
+        which the backward makes delta) can do."""
         want, sizes, lse = self.reference(False)
         low, _, _ = self.reference(True)
         out, found_lse = self.forward()
