@@ -296,8 +296,9 @@ def goals(rows):
     """(what, goal, measured) of every goal that the rows speak of."""
     found = []
     for part, batch, arm, key, goal in GOALS:
+        which = part, batch, arm
         found += [(f"{part} B={batch} {arm} {key}", goal, r[key]) for r in rows
-                  if (r["part"], r.get("batch"), r.get("arm")) == (part, batch, arm) and key in r]  # fmt: skip
+                  if (r["part"], r.get("batch"), r.get("arm")) == which and key in r]  # fmt: skip
     rate = {r["batch"]: r["images_per_s"] for r in rows if (r["part"], r.get("arm")) == ("forward", "fp4")}
     for batch, share in ((256, 0.85), (64, 0.6)):
         if {batch, 1024} <= rate.keys():
