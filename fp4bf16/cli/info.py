@@ -33,7 +33,7 @@ VARIABLES = {
     "FP4BF16_TRACK": ("unset", "track of every call, over its argument: fp4, bf16, dual or reference"),
     "FP4BF16_NUM_THREADS": ("usable cores", "threads of a CPU kernel"),
     "FP4BF16_LIBRARY": ("unset", "path of the CUDA library to load, with its _ffi.py beside it"),
-    "FP4BF16_PDL": ("1", "0: on a GPU each kernel starts when the one before has ended, none earlier"),
+    "FP4BF16_PDL": ("1", "0: on Hopper no kernel's launch overlaps the end of the one before"),
     "FP4BF16_TEST_SEED": ("random", "seed of the tests' random inputs"),
     "FP4BF16_HYPOTHESIS": (
         "default",
