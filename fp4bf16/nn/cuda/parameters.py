@@ -194,15 +194,15 @@ class DeviceParameters:
             raise ValueError(f"grad_of: {name} has no gradient here; make the set with grad=True")
         return self._parameter("grad", self.grad, name)
 
-    def bf16_of(self, name: str, channels: int | None = None, outputs: int | None = None, stream: int = 0,
+    def bf16_of(self, name: str, channels: int | None = None, stream: int = 0,
                 shape: tuple[int, ...] | None = None) -> DeviceArray:  # fmt: skip
-        """bfloat16 view in the parameter's shape; or a copy padded with zeros, the last axis to `channels`
-        and the first to `outputs`, for kernels that need strides of 16 bytes.
+        """bfloat16 view in the parameter's shape; or a copy whose last axis is padded with zeros to
+        `channels`, for kernels that need strides of 16 bytes.
 
         `shape` is what is padded, where it is not the parameter's own: (O, kh * kw * C), say. The padded copy
         is made at the first request, on `stream`, and again by every `refresh` and step.
         """
-        if channels is None and outputs is None:
+        if channels is None:
             return self._parameter("bf16", self.bf16, name)
         self.layout.check(name)
         own = self.layout.shapes[name]
@@ -210,20 +210,19 @@ class DeviceParameters:
         if math.prod(shape) != math.prod(own):
             raise ShapeError(f"bf16_of: {name} has shape {own}, which cannot be seen as {shape}; pass one of "
                              f"as many elements")  # fmt: skip
-        channels, outputs = channels or shape[-1], outputs or shape[0]
-        if len(shape) < 2 or channels < shape[-1] or outputs < shape[0]:
-            raise ShapeError(f"bf16_of: {name} has shape {shape}, which cannot be padded to {outputs} "
-                             f"outputs and {channels} channels; pass at least its own")  # fmt: skip
-        key = name, shape, channels, outputs
+        if len(shape) < 2 or channels < shape[-1]:
+            raise ShapeError(f"bf16_of: {name} has shape {shape}, which cannot be padded to {channels} "
+                             f"channels; pass at least its own")  # fmt: skip
+        key = name, shape, channels
         if key not in self._padded:
             with device.ordered("bf16_of", stream, (self.data,)) as handle:
-                wide = (outputs, *shape[1:-1], channels)
+                wide = (*shape[:-1], channels)
                 self._padded[key] = device.full(wide, 0, "bfloat16", like=self.data, name=name)
                 self._pad(key, handle)
         return self._padded[key]
 
-    def _pad(self, key: tuple[str, tuple[int, ...], int, int], stream: int) -> None:
-        name, shape, channels, _ = key
+    def _pad(self, key: tuple[str, tuple[int, ...], int], stream: int) -> None:
+        name, shape, channels = key
         source, k = self.data_of(name), shape[-1]
         rows = source.size // max(k, 1)
         device.call("convert", source.address, 0, 1, rows, k, 0, k, 1, self._padded[key].address, 1, channels,

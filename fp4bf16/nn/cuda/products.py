@@ -331,7 +331,8 @@ def doubled(run: Run, x: DeviceArray) -> DeviceArray:
 
 # ---- products ----------------------------------------------------------------------------------------------
 #: Pixels of an image, and of the batch, from which a norm gains by the convolution's sums: smaller images are
-#: normalised from registers, and little work is over sooner in one kernel (measured on an H200).
+#: normalised from registers, and little work is over sooner in one kernel (measured on an H200). So the last
+#: bits of a picture may depend on the batch, as they do by the tiles that are chosen for it.
 SUMMED_IMAGE, SUMMED_BATCH = 256, 65536
 
 
