@@ -68,6 +68,18 @@ def gpu(library):
     return Memory()
 
 
+@pytest.fixture
+def cupy(library):
+    """CuPy on the first GPU; what a test leaves in its pool goes back."""
+    from fp4bf16.backends import cuda
+
+    if not cuda.devices():
+        pytest.skip("no GPU")
+    module = pytest.importorskip("cupy")
+    yield module
+    module.get_default_memory_pool().free_all_blocks()
+
+
 class Memory:
     """cudaMalloc and cudaMemcpy, with errors raised and everything freed at the end."""
 

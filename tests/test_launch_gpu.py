@@ -22,15 +22,6 @@ ROWS, COLUMNS = 4096, 4096
 TURNS, REPLAYS = 6, 200
 
 
-@pytest.fixture
-def cupy(library):
-    module = pytest.importorskip("cupy")
-    if not cuda.devices():
-        pytest.skip("no GPU")
-    yield module
-    module.get_default_memory_pool().free_all_blocks()
-
-
 class Chain:
     """A buffer that long kernels overwrite in turn, and short ones that read what lies in it between: what is
     read too early is of the turn before, what is written too early of the turn after.

@@ -10,21 +10,11 @@ import pytest
 from unet_cases import CONFIGS, FP4, Case, distance, joined, relative
 
 from fp4bf16 import device, nn
-from fp4bf16.backends import cuda
 from fp4bf16.nn.cuda.graph import Graph
 from fp4bf16.nn.tape import no_grad
 
 pytestmark = pytest.mark.gpu
 ROUTES = {"bf16": {}, "fp4": FP4}
-
-
-@pytest.fixture
-def cupy(library):
-    module = pytest.importorskip("cupy")
-    if not cuda.devices():
-        pytest.skip("no GPU")
-    yield module
-    module.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
