@@ -303,9 +303,9 @@ def test_parts_by_shape(library):
         assert parts() == 0
         return
     for side, least, most in ((32, 8, 16), (16, 2, 4), (8, 1, 1), (4, 1, 1)):
-        found = parts(h=side, w=side)
+        found = parts(n=64, h=side, w=side)  # pictures enough to fill a tile
         assert max(1, least // 2) <= found <= most, (side, found)  # in turn a part is twice as large
-        assert found == parts(h=side, w=side, d=0, x8=0, w8=0, x16=0, w16=0)  # no array is needed yet
+        assert found == parts(n=64, h=side, w=side, d=0, x8=0, w8=0, x16=0, w16=0)  # no array is needed yet
     some = {parts(config=i) for i in range(1, 20)}
     assert {0, 8, 16} <= some, "tiles of 256 and of 128 rows, and configurations for other operands"
 
