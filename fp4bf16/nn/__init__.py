@@ -22,6 +22,8 @@
   (1-D, entries aligned to 16), ``views(flat_array)`` (by name), ``touch()``.
 - Layers: `Linear Conv2d GroupNorm Embedding BagEmbedding Attention ResnetBlock2D Downsample2D Upsample2D
   TimestepEmbedding`; their ``seed=`` takes a number or a `generator(seed)` shared by several layers.
+- `LoRA(unet, rank, alpha, seed, targets)`: low-rank adapters beside a frozen network, with their own
+  ``flat``, ``using(flat) disabled() merge() merged_state() detach()``.
 - `UNet2D(UNetConfig)`, whose ``cuda(like)`` moves it to a GPU, where it is one node of the tape;
   `pixel_unshuffle`, `pixel_shuffle`; `load_diffusers`, `from_diffusers`, `to_diffusers`.
 
@@ -47,6 +49,7 @@ from .layers import (
     timestep_embedding,
 )
 from .loader import from_diffusers, load_diffusers, to_diffusers
+from .lora import LoRA
 from .module import FlatParameters, Module, Parameter
 from .optim import AdamW, clip_norm
 from .tape import Variable, backward, grad, no_grad
@@ -54,7 +57,7 @@ from .unet import UNet2D, UNetConfig, pixel_shuffle, pixel_unshuffle
 
 __all__ = [
     "AdamW", "Attention", "BagEmbedding", "Conv2d", "Downsample2D", "Embedding", "FlatParameters",
-    "GroupNorm", "Linear", "Module", "Parameter", "ResnetBlock2D", "TimestepEmbedding", "UNet2D",
+    "GroupNorm", "Linear", "LoRA", "Module", "Parameter", "ResnetBlock2D", "TimestepEmbedding", "UNet2D",
     "UNetConfig", "Upsample2D", "Variable", "backward", "clip_norm", "from_diffusers", "generator",
     "grad", "load_diffusers", "no_grad", "ops", "pixel_shuffle", "pixel_unshuffle",
     "timestep_embedding", "to_diffusers",

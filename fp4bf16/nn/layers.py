@@ -36,6 +36,7 @@ class Linear(Module):
     """
 
     routed = True
+    adapter: Any = None  #: a low-rank branch beside the product, set by `LoRA`
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True, seed: Any = 0):
         rng = generator(seed)
@@ -43,7 +44,8 @@ class Linear(Module):
         self.bias = _uniform(rng, (outputs,), inputs) if bias else None
 
     def forward(self, x: Any) -> Variable:
-        return F.linear(x, self.weight, self.bias, track=self.track, twin=twin_of(self.weight, self.track))
+        y = F.linear(x, self.weight, self.bias, track=self.track, twin=twin_of(self.weight, self.track))
+        return y if self.adapter is None else self.adapter.linear(self, x, y)
 
 
 class Conv2d(Module):
@@ -56,6 +58,7 @@ class Conv2d(Module):
     """
 
     routed = True
+    adapter: Any = None  #: a low-rank branch beside the product, set by `LoRA`
 
     def __init__(
         self,
@@ -78,7 +81,8 @@ class Conv2d(Module):
 
     def forward(self, x: Any, residual: Any = None) -> Variable:
         twin = twin_of(self.weight, self.track)
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, residual, self.track, twin)
+        y = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, residual, self.track, twin)
+        return y if self.adapter is None else self.adapter.conv(self, x, y)
 
 
 class GroupNorm(Module):

@@ -84,6 +84,10 @@ class Network:
                                       f"on the CPU")  # fmt: skip
 
         for name, module in model.named_modules():
+            if getattr(module, "adapter", None) is not None:
+                raise ConfigError(f"UNet2D.cuda: {name} has a low-rank adapter, which does not run on the "
+                                  f"GPU; call its merge() or detach() first, or keep the network on the "
+                                  f"CPU")  # fmt: skip
             channels = module.to_q.weight.shape[0] // module.heads if isinstance(module, Attention) else 0
             if channels > MOST_CHANNELS:
                 raise ConfigError(f"UNet2D.cuda: {name} has heads of {channels} channels, but on the GPU at "
