@@ -9,7 +9,7 @@ from fp4bf16.align.dpo import dpo_loss
 from fp4bf16.backends.cuda_diffusion import DPO_STATS, PREDICTIONS
 from fp4bf16.diffusion import losses
 from fp4bf16.diffusion.noise import normal
-from fp4bf16.diffusion.schedules import Schedule
+from fp4bf16.diffusion.schedules import variance_preserving
 
 F32, F64, I64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 _NAMES = {number: name for name, number in PREDICTIONS.items()}
@@ -36,7 +36,7 @@ class _Emulation:
         times = self.view(t, (n,), I64)
         rows = self.view(index, (n,), I64) if self.loaded.at(index) else np.arange(n)
         known = (times >= 0) & (times < steps) & (rows >= 0) & (rows < picture_count)
-        schedule = Schedule("given", self.view(alpha_bar, (steps,), F64))
+        schedule = variance_preserving("given", self.view(alpha_bar, (steps,), F64))
         x0 = self.view(pictures, (picture_count, count))[rows[known]]
         e = self.view(eps, (n, count))[known]
         for pointer, wanted in (

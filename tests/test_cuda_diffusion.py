@@ -231,6 +231,29 @@ def test_sampler_steps(place, rng, prediction, clip, eta, shape, front):
     np.testing.assert_array_equal(x.get(), want)  # +0 equals -0, all else has one pattern
 
 
+@pytest.mark.parametrize("prediction", KINDS)
+@pytest.mark.parametrize("clip", [1.0, None])
+@pytest.mark.parametrize("steps", [4, 7])
+@pytest.mark.parametrize("shape, front", [((2, 4, 4, 3), 0), ((3, 5), 1)])
+def test_steps_of_heun(place, rng, prediction, clip, steps, shape, front):
+    """The same function makes them, with the x before a step in place of noise; they have the CPU's bits."""
+    library, memory = place
+    schedule, start = (linear(100), cosine(100))[front], draw(rng, *shape)
+    network = Network(rng, shape)
+    want = samplers.heun(network, start.copy(), None, schedule, steps, prediction=prediction, clip=clip)
+    x, before = Held(memory, start, front=front), start
+    _, table = coefficients("heun", schedule, steps, clip=clip)
+    plan = samplers.plan("heun", schedule, steps)
+    assert any(step.corrects for step in plan) and len(network.outputs) == len(plan) == steps
+    for output, step, factors in zip(network.outputs, plan, table, strict=True):
+        before = before if step.corrects else x.get().copy()
+        held = [Held(memory, array, front=front) for array in (output, before)]
+        library.call("sampler_step", held[0].address, held[1].address, memory.put(factors), KINDS[prediction],
+                     start.size, x.address, 0)  # fmt: skip
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(x.get(), want)
+
+
 def test_a_step_that_lacks_its_noise_gives_nan(place, rng):
     library, memory = place
     factors = np.float32([0.7, 0.7, 0.8, 0.5, 0, 0.3, 1, 0])

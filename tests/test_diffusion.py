@@ -11,6 +11,7 @@ from fp4bf16 import tracks
 from fp4bf16.diffusion import (
     EMA,
     PREDICTIONS,
+    Schedule,
     ancestral,
     cosine,
     ddim,
@@ -19,7 +20,10 @@ from fp4bf16.diffusion import (
     linear,
     normal,
     picture_errors,
+    score_weight,
     squared_error,
+    variance_preserving,
+    ve,
 )
 from fp4bf16.errors import ConfigError, ShapeError
 from fp4bf16.nn.tape import no_grad
@@ -46,14 +50,80 @@ def test_schedules_by_their_definition():
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("schedule", [linear(100), cosine(100)], ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", [linear(100), cosine(100), ve(100)], ids=lambda s: s.name)
 def test_prediction_is_inverted(prediction, schedule, rng):
     x0, eps = rng.standard_normal((2, 20, 4, 4, 3))
     t = rng.integers(0, 90, 20)
     x_t = schedule.add_noise(x0, eps, t)
-    found_x0, found_eps = schedule.to_x0_eps(schedule.target(x0, eps, t, prediction), x_t, t, prediction)
+    output = schedule.target(x0, eps, t, prediction)
+    found_x0, found_eps = schedule.to_x0_eps(output, x_t, t, prediction)
     np.testing.assert_allclose(found_x0, x0, atol=1e-9)
     np.testing.assert_allclose(found_eps, eps, atol=1e-9)
+    a, b = schedule.x0_coefficients(t, prediction, dtype=np.float64)
+    assert a.shape == b.shape == (20, 1, 1, 1)
+    np.testing.assert_allclose(a * x_t + b * output, x0, atol=1e-9)
+    assert schedule.x0_coefficients(t, prediction)[0].dtype == np.float32
+    # linear for outputs of any kind, the target or not
+    other = rng.standard_normal(x0.shape)
+    np.testing.assert_allclose(
+        a * x_t + b * other, schedule.to_x0_eps(other, x_t, t, prediction)[0], atol=1e-9
+    )
+
+
+def test_ve_by_its_definition(rng):
+    """Song et al. 2021: sigma_i = sigma_min (sigma_max / sigma_min)^(i / (N - 1)), x_t = x0 + sigma eps."""
+    schedule = ve(1000)
+    i = np.arange(1000)
+    np.testing.assert_allclose(schedule.sigma, 0.01 * 5000 ** (i / 999), rtol=1e-12)
+    assert (schedule.alpha == 1).all() and not schedule.preserving and schedule.start_scale == 50
+    x0, eps = rng.standard_normal((2, 1000, 2, 2, 1)).astype(np.float32)
+    x_t = schedule.add_noise(x0, eps, i)
+    assert x_t.dtype == np.float32
+    np.testing.assert_allclose(x_t, x0 + schedule.sigma.reshape(-1, 1, 1, 1) * eps, rtol=1e-6, atol=1e-6)
+    seen = schedule.scale_input(x_t, i)
+    assert seen.dtype == np.float32 and seen.std() == pytest.approx(1, abs=0.05)
+    np.testing.assert_allclose(seen, x_t / np.sqrt(1 + schedule.sigma.reshape(-1, 1, 1, 1) ** 2), rtol=1e-6)
+    v = schedule.target(x0, eps, i, "v")
+    assert v.std() == pytest.approx(1, abs=0.05) and v.dtype == np.float32
+    assert len(ve(7, 0.5, 3.0)) == 7 and ve(7, 0.5, 3.0).start_scale == 3.0
+    assert len(get_schedule("ve", 1)) == 1 and get_schedule("ve", 1).timesteps(1, "karras").tolist() == [0]
+
+
+def test_input_of_vp_is_left_alone(rng):
+    x = rng.standard_normal((3, 2)).astype(np.float32)
+    for schedule in (cosine(50), linear(50)):
+        assert schedule.scale_input(x, [0, 20, 49]) is x and schedule.scaled is schedule
+        assert schedule.preserving and schedule.start_scale == 1 and (schedule.norm == 1).all()
+
+
+@pytest.mark.parametrize("schedule", [cosine(100), ve(100)], ids=lambda s: s.name)
+def test_score_is_that_of_a_normal_distribution(schedule, rng):
+    """Of x0 ~ N(m, s²), x_t is normal, and its score is known; the best eps prediction is that score."""
+    m, s, t = 0.4, 0.7, np.arange(90)
+    alpha, sigma = (a[:, None] for a in (schedule.alpha[t], schedule.sigma[t]))
+    x = rng.standard_normal((90, 5)) * np.sqrt(alpha**2 * s**2 + sigma**2) + alpha * m
+    x0 = m + alpha * s**2 / (alpha**2 * s**2 + sigma**2) * (x - alpha * m)
+    eps = schedule.eps_from_x0(x0, x, t)
+    want = -(x - alpha * m) / (alpha**2 * s**2 + sigma**2)
+    for prediction in PREDICTIONS:
+        output = schedule.target(x0, eps, t, prediction)
+        np.testing.assert_allclose(schedule.score(output, x, t, prediction), want, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("schedule", [cosine(100), ve(100)], ids=lambda s: s.name)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_losses_are_score_matching(schedule, prediction, rng):
+    """The error of an output is `score_weight` times that of the score it stands for."""
+    x0, eps = rng.standard_normal((2, 90, 4))
+    t = np.arange(90)
+    x_t = schedule.add_noise(x0, eps, t)
+    output = schedule.target(x0, eps, t, prediction) + 0.1 * rng.standard_normal(x0.shape)
+    errors, _ = picture_errors(output, schedule.target(x0, eps, t, prediction))
+    true = -eps / schedule.sigma[t][:, None]
+    score, _ = picture_errors(schedule.score(output, x_t, t, prediction), true)
+    np.testing.assert_allclose(errors, score_weight(schedule, t, prediction) * score, rtol=1e-6)
+    if prediction == "eps":
+        np.testing.assert_allclose(score_weight(schedule, t, "eps"), schedule.sigma[t] ** 2)
 
 
 def test_noising_keeps_the_variance(rng):
@@ -180,6 +250,26 @@ def test_average_follows_its_formula(rng):
         d = min(0.9, (1 + step) / (10 + step))
         expected = d * expected + (1 - d) * p
     np.testing.assert_allclose(ema.average, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_bad_schedules():
+    with pytest.raises(ConfigError, match="did you mean 've'"):
+        get_schedule("vee")
+    for low, high in ((0, 50), (-1, 50), (2.0, 1.0), (1.0, 1.0), (0.01, math.inf), (math.nan, 50)):
+        with pytest.raises(ConfigError, match="ve: sigma runs from"):
+            ve(10, low, high)
+    with pytest.raises(ShapeError, match=r"alpha has shape \(3,\) but sigma has shape \(2,\)"):
+        Schedule("odd", np.ones(3), np.ones(2))
+    with pytest.raises(ShapeError, match="at least 1"):
+        Schedule("none", np.ones(0), np.ones(0))
+    for alpha, sigma in (([1, 1], [2, 1]), ([1, 1], [0, 1]), ([1, 0], [1, 2]), ([1, math.nan], [1, 2])):
+        with pytest.raises(ConfigError, match="more noise in every level"):
+            Schedule("odd", np.array(alpha, float), np.array(sigma, float))
+    for bar in ([0.5, 0.0], [1.0, 0.5], [0.5, math.nan]):
+        with pytest.raises(ConfigError, match="must lie between 0 and 1"):
+            variance_preserving("odd", np.array(bar))
+    with pytest.raises(ConfigError, match="did you mean 'eps'"):
+        score_weight(ve(5), [0], "epsilon")
 
 
 def test_bad_input():

@@ -71,14 +71,24 @@ class Denoiser:
         return np.ascontiguousarray(pixel_unshuffle(pictures, self.config.model.unshuffle))
 
     def policy(self, x: np.ndarray, t: np.ndarray, captions: np.ndarray) -> Variable:
-        """The network's output on the tape, BF16 track: what is trained."""
+        """The network's output on the tape, BF16 track: what is trained. x: x_t of the schedule, which the
+        network sees in the scale of `Schedule.scale_input`.
+        """
         with tracks("bf16"):
-            return self.unet(x, t, captions=captions)
+            return self.unet(self.schedule.scale_input(x, t), t, captions=captions)
 
     def evaluate(self, x: np.ndarray, t: np.ndarray, captions: np.ndarray) -> np.ndarray:
-        """The same values without a tape, on the track in force."""
+        """The same values without a tape, on the track in force.
+
+        An output that is not finite is NaN as a whole: a sampler that clips would make pixels of infinities,
+        and the picture would look healthy.
+        """
         with no_grad():
-            return self.unet(x, t, captions=captions).data
+            output = self.unet(self.schedule.scale_input(x, t), t, captions=captions).data
+        bad = ~np.isfinite(output).all(axis=tuple(range(1, output.ndim)))
+        if bad.any():
+            output[bad] = np.nan
+        return output
 
     def reference(self, weights: np.ndarray):
         """The model with frozen `weights`, BF16 track, no tape: a function of (x, t, captions)."""
@@ -95,13 +105,17 @@ class Denoiser:
         captions: Sequence[str],
         steps: int,
         track: str = "bf16",
-        sampler: str = "ddim",
+        sampler: str | None = None,
         strict: bool = False,
+        guidance: float | None = None,
     ) -> np.ndarray:
         """One picture a seed, float32 (n, H, W, 3) in [-1, 1], from the policy's weights.
 
-        On the FP4 track every layer runs where the run's route puts it; "bf16" overrides the route.
+        `steps` counts evaluations of the network, whatever the sampler; a guidance other than 1 takes twice
+        as many. Where sampler or guidance is None it is the configuration's. On the FP4 track every layer
+        runs where the run's route puts it; "bf16" overrides the route.
         """
+        of = self.config.diffusion
         encoded = self.encode(captions, strict)
         with tracks(None if track == "fp4" else track):
             latents = generate(
@@ -111,8 +125,9 @@ class Denoiser:
                 self.shape,
                 self.schedule,
                 steps,
-                sampler=sampler,
+                sampler=of.sampler if sampler is None else sampler,
                 prediction=self.prediction,
-                chunk=self.config.diffusion.chunk,
+                chunk=of.chunk,
+                guidance=of.guidance if guidance is None else guidance,
             )
         return np.ascontiguousarray(pixel_shuffle(latents, self.config.model.unshuffle))
