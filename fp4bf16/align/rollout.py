@@ -2,70 +2,105 @@
 anew.
 
 explore      FP4 track, few steps, every seed of every prompt -> reward (only used to choose seeds)
-select       best K/2 and worst K/2 seeds of a prompt
+select       K seeds of a prompt: the best and the worst, or others (`select`)
 regenerate   the same seeds on the BF16 track with all steps -> reward again: the label
 pair         best with worst of the same prompt
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..diffusion.noise import permutation, subseed
-from ..errors import ConfigError, NonFiniteError, ShapeError, nearest
+from ..errors import ConfigError, NonFiniteError, RewardError, ShapeError, nearest
 from .fidelity import rank_fidelity
-from .rewards import Reward, score
+from .pool import (
+    GROUP,
+    SELECT,
+    TRAIN_ON,
+    Draw,
+    Drawer,
+    Job,
+    Journal,
+    Pool,
+    Settings,
+    explore,
+    healthy,
+    made,
+    rates,
+    rewards_of,
+)
+from .rewards import Reward, reward_name
 
-# #: draw(seeds (n,), prompts (n,), steps, track) -> pictures (n, H, W, C) float32: one seed, one picture,
-# in any batch
-Draw = Callable[[Sequence[int], Sequence[str], int, str], np.ndarray]
-
-SELECT = ("best_worst", "random")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a rollout does; `Rollout` and the trainer's configuration use the same words."""
-
-    keep: int = 8
-    explore_steps: int = 4
-    steps: int = 10
-    explore_track: str = "fp4"
-    select: str = "best_worst"
-    retries: int = 2
+__all__ = [
+    "SELECT", "TRAIN_ON", "Draw", "Journal", "Pairs", "Pool", "Rollout", "Settings", "choose_prompts",
+    "explore", "healthy", "measure_fidelity", "pair", "rollout", "select",
+]  # fmt: skip
 
 
-@dataclass
-class Rollout:
-    """Pairs of one iteration, with what happened on the way.
-
-    chosen, rejected: pictures (pairs, H, W, C) made on the BF16 track; prompts: one a pair; rewards of both
-    (pairs,); seeds: what was explored in the end (prompts, seeds); explored: their rewards, NaN where a
-    rollout stayed unhealthy; stats: counts and means.
-    """
+class Pairs(NamedTuple):
+    """Comparisons: chosen and rejected (pairs, H, W, C), the prompt of each, and both rewards (pairs,)."""
 
     chosen: np.ndarray
     rejected: np.ndarray
     prompts: list[str]
     chosen_reward: np.ndarray
     rejected_reward: np.ndarray
+
+
+@dataclass
+class Rollout:
+    """The kept pictures of one iteration with their labels, and what happened on the way.
+
+    pictures: float32 (prompts, keep, H, W, C), what is trained on; labels: their rewards, float64 (prompts,
+    keep), NaN where a picture is not healthy or has no finite reward; kept: their seeds, uint64; prompts:
+    one a row. seeds: what was explored in the end, uint64 (prompts, N); explored: its rewards, NaN where a
+    rollout was lost; columns: which of them were kept, (prompts, keep); stats: counts, rates and means.
+    """
+
+    pictures: np.ndarray
+    labels: np.ndarray
+    kept: np.ndarray
+    prompts: list[str]
     seeds: np.ndarray
     explored: np.ndarray
+    columns: np.ndarray
     stats: dict[str, float] = field(default_factory=dict)
 
+    def pairs(self) -> Pairs:
+        """In each prompt the best with the worst, and so on inwards (`pair`)."""
+        chosen, rejected = pair(self.labels)
+        pictures = self.pictures.reshape(-1, *self.pictures.shape[2:])
+        labels, keep = self.labels.reshape(-1), self.labels.shape[1]
+        prompts = [self.prompts[i // keep] for i in chosen]
+        return Pairs(pictures[chosen], pictures[rejected], prompts, labels[chosen], labels[rejected])
 
-def healthy(pictures: np.ndarray, least_std: float = 1e-3) -> np.ndarray:
-    """Whether each picture is finite and not constant: bool (n,).
+    @property
+    def chosen(self) -> np.ndarray:
+        """Of `pairs`."""
+        return self.pairs().chosen
 
-    >>> healthy(np.zeros((1, 2, 2, 3), np.float32)).tolist()
-    [False]
-    """
-    flat = pictures.reshape(len(pictures), -1)
-    finite = np.isfinite(flat).all(1)
-    return finite & (np.where(finite[:, None], flat, 0).std(1) > least_std)
+    @property
+    def rejected(self) -> np.ndarray:
+        """Of `pairs`."""
+        return self.pairs().rejected
+
+    @property
+    def chosen_reward(self) -> np.ndarray:
+        """Of `pairs`."""
+        return self.pairs().chosen_reward
+
+    @property
+    def rejected_reward(self) -> np.ndarray:
+        """Of `pairs`."""
+        return self.pairs().rejected_reward
 
 
 def choose_prompts(prompts: Sequence[str], count: int, seed: int, iteration: int) -> list[str]:
@@ -85,14 +120,47 @@ def choose_prompts(prompts: Sequence[str], count: int, seed: int, iteration: int
     return [prompts[i] for i in order[first : first + count]]
 
 
+# ------------------------------------------------------------------------------------------------ selection
+
+
+def _best_worst(values: np.ndarray, keep: int, draw: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    order = np.argsort(-values, kind="stable")
+    return np.concatenate([order[: keep // 2], order[len(order) - keep // 2 :]])
+
+
+def _random(values: np.ndarray, keep: int, draw: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    return draw(0, len(values))[:keep]
+
+
+def _mean_deviation(values: np.ndarray, keep: int, draw: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    return np.argsort(-np.abs(values - values.mean()), kind="stable")[:keep]
+
+
+def _extremes(values: np.ndarray, keep: int, draw: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    order, half = np.argsort(-values, kind="stable"), keep // 2
+    width = max(len(order) // 4, half)  # a quarter, or as many as are taken of it
+    top, bottom = order[:width], order[len(order) - width :]
+    return np.concatenate([top[draw(0, width)[:half]], bottom[draw(1, width)[:half]]])
+
+
+_RULES = dict(zip(SELECT, (_best_worst, _random, _mean_deviation, _extremes), strict=True))
+
+
 def select(rewards: np.ndarray, keep: int, how: str, seed: int) -> np.ndarray:
     """Columns kept of `rewards` (prompts, seeds), NaN = not available: int64 (prompts, keep).
 
     "best_worst": the keep/2 best, then the keep/2 worst. "random": any `keep`, whatever their reward.
-    Raises `NonFiniteError` when a prompt has fewer than `keep` rewards.
+    "mean_deviation": the `keep` whose reward lies farthest from the prompt's mean. "extremes": any keep/2 of
+    the best quarter, then any keep/2 of the worst. Raises `NonFiniteError` when a prompt has fewer than
+    `keep` rewards, `ConfigError` for a `keep` or `how` that is not possible.
+
+    >>> rewards = np.array([[0.0, 5.0, 1.0, 2.0, np.nan, -9.0]])
+    >>> select(rewards, 2, "best_worst", 0).tolist(), select(rewards, 2, "mean_deviation", 0).tolist()
+    ([[1, 5]], [[5, 1]])
     """
     if how not in SELECT:
         raise ConfigError(f"select: {how!r} is not known{nearest(how, SELECT)}")
+    Settings(keep=keep, select=how)  # raises for a number that cannot be kept
     chosen = np.empty((len(rewards), keep), np.int64)
     for row, values in enumerate(rewards):
         good = np.flatnonzero(np.isfinite(values))
@@ -102,89 +170,12 @@ def select(rewards: np.ndarray, keep: int, how: str, seed: int) -> np.ndarray:
                 f"not constant, but {keep} are to be kept; the model has diverged, lower its "
                 f"learning rate"
             )
-        if how == "random":
-            chosen[row] = good[permutation(seed, row, len(good))[:keep]]
-        else:
-            order = good[np.argsort(-values[good], kind="stable")]
-            chosen[row] = np.concatenate([order[: keep // 2], order[-(keep // 2) :]])
+
+        def draw(which: int, n: int, row: int = row) -> np.ndarray:
+            return permutation(seed if which == 0 else subseed(seed, "worst"), row, n)
+
+        chosen[row] = good[_RULES[how](values[good], keep, draw)]
     return chosen
-
-
-def explore(
-    draw: Draw, reward: Reward, seeds: np.ndarray, prompts: Sequence[str], settings: Settings
-) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """(rewards, seeds, counts) of the exploration of `seeds` (prompts, N), whatever its steps and track.
-
-    A picture that is not healthy is made again from a new seed on the BF16 track, at most
-    `settings.retries` times, and counted; its reward is NaN if none was healthy.
-    """
-    rows = [p for p in prompts for _ in range(seeds.shape[1])]
-    seeds = seeds.copy().reshape(-1)
-    pictures = draw(seeds, rows, settings.explore_steps, settings.explore_track)
-    good = healthy(pictures)
-    counts = {"rollouts": float(len(seeds)), "unhealthy": float((~good).sum()), "retried": 0.0}
-    for attempt in range(settings.retries):
-        bad = np.flatnonzero(~good)
-        if not bad.size:
-            break
-        counts["retried"] += float(bad.size)
-        seeds[bad] = [subseed(int(s), "retry", attempt) for s in seeds[bad]]
-        pictures[bad] = draw(seeds[bad], [rows[i] for i in bad], settings.explore_steps, "bf16")
-        good[bad] = healthy(pictures[bad])
-    counts["lost"] = float((~good).sum())
-    rewards = np.full(len(seeds), np.nan)
-    rewards[good] = score(reward, pictures[good], [rows[i] for i in np.flatnonzero(good)])
-    shape = (len(prompts), -1)
-    return rewards.reshape(shape), seeds.reshape(shape), counts
-
-
-def rollout(
-    draw: Draw,
-    reward: Reward,
-    seeds: np.ndarray,
-    prompts: Sequence[str],
-    settings: Settings,
-    selection_seed: int = 0,
-) -> Rollout:
-    """Explore `seeds` (prompts, N; uint64), select, regenerate, label, and pair: see the module.
-
-    The rewards of the exploration choose seeds and are never labels. Pairs whose two rewards are equal are
-    left out.
-    """
-    seeds = np.asarray(seeds, np.uint64)
-    if seeds.ndim != 2 or len(seeds) != len(prompts):
-        raise ShapeError(
-            f"rollout: seeds have shape {seeds.shape} but there are {len(prompts)} prompts; give one row "
-            f"of seeds a prompt"
-        )
-    explored, seeds, stats = explore(draw, reward, seeds, prompts, settings)
-    columns = select(explored, settings.keep, settings.select, selection_seed)
-    kept = np.take_along_axis(seeds, columns, 1)
-    rows = [p for p in prompts for _ in range(settings.keep)]
-    pictures = draw(kept.reshape(-1), rows, settings.steps, "bf16")
-    good = healthy(pictures)
-    labels = np.full(len(rows), np.nan)
-    labels[good] = score(reward, pictures[good], [rows[i] for i in np.flatnonzero(good)])
-    labels = labels.reshape(len(prompts), settings.keep)
-    chosen, rejected = pair(labels)
-    flat = labels.reshape(-1)
-    stats |= {
-        "lost": stats["lost"] + float((~good).sum()),
-        "pairs": float(len(chosen)),
-        "reward/explored": float(np.nanmean(explored)),
-        "reward/best": float(flat[chosen].mean()) if len(chosen) else float("nan"),
-        "reward/worst": float(flat[rejected].mean()) if len(rejected) else float("nan"),
-    }
-    return Rollout(
-        pictures[chosen],
-        pictures[rejected],
-        [rows[i] for i in chosen],
-        flat[chosen],
-        flat[rejected],
-        seeds,
-        explored,
-        stats,
-    )
 
 
 def pair(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -205,30 +196,175 @@ def pair(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(chosen, np.int64), np.array(rejected, np.int64)
 
 
+# -------------------------------------------------------------------------------------------------- rollouts
+
+
+def rollout(
+    draw: Draw,
+    reward: Reward,
+    seeds: np.ndarray,
+    prompts: Sequence[str],
+    settings: Settings,
+    selection_seed: int = 0,
+    journal: Journal | None = None,
+    explorer: Drawer | None = None,
+    *,
+    iteration: int = 0,
+    digest: str = "",
+) -> Rollout:
+    """Explore `seeds` (prompts, N; uint64), select, regenerate and label: see the module.
+
+    The rewards of the exploration choose seeds and are never labels, but with ``train_on="fp4"``, the
+    negative control: then the kept pictures are those of the exploration, bit for bit, with its rewards, and
+    nothing is made anew.
+
+    journal, iteration, digest: as in `explore`; a rollout that was interrupted goes on with what is missing.
+    explorer: workers that draw (`workers.Explorer`). Neither changes the result.
+
+    Raises `ShapeError` for seeds that do not fit the prompts, `ConfigError` where more are to be kept than
+    are explored, `RewardError` for a reward that gives no numbers or too few finite ones, `NonFiniteError`
+    where too few pictures of a prompt are good.
+
+    >>> draw = lambda seeds, prompts, steps, track: np.stack([np.eye(4)[..., None] * int(s) for s in seeds])
+    >>> seeds, settings = np.arange(1, 9).reshape(1, 8), Settings(keep=2)
+    >>> got = rollout(draw, lambda x, p: x.mean((1, 2, 3)), seeds, ["a cat"], settings)
+    >>> got.kept.tolist(), got.labels.tolist(), got.pairs().chosen_reward.tolist()
+    ([[8, 1]], [[2.0, 0.25]], [2.0])
+    """
+    seeds = _seeds(seeds, prompts, settings)
+    pool = explore(draw, reward, seeds, prompts, settings, journal=journal, explorer=explorer,
+                   iteration=iteration, digest=digest)  # fmt: skip
+    _enough(pool, settings, prompts, reward_name(reward))
+    columns = select(pool.rewards, settings.keep, settings.select, selection_seed)
+    kept = np.take_along_axis(pool.seeds, columns, 1)
+    rows = [p for p in prompts for _ in range(settings.keep)]
+    if settings.train_on == "fp4":
+        labels = np.take_along_axis(pool.rewards, columns, 1).reshape(-1)
+        retried = np.take_along_axis(pool.retried, columns, 1).reshape(-1)
+        pictures = _as_explored(draw, kept.reshape(-1), rows, retried, settings, explorer)
+    else:
+        pictures = _drawn(draw, kept.reshape(-1), rows, settings.steps, "bf16", settings, explorer)
+        labels = rewards_of(reward, pictures, rows)
+        labels[~np.isfinite(labels)] = np.nan
+    shape = (len(prompts), settings.keep)
+    result = Rollout(
+        pictures.reshape(*shape, *pictures.shape[1:]), labels.reshape(shape), kept, list(prompts),
+        pool.seeds, pool.rewards, columns,
+    )  # fmt: skip
+    result.stats = _stats(pool, result)
+    return result
+
+
+def _seeds(seeds: np.ndarray, prompts: Sequence[str], settings: Settings) -> np.ndarray:
+    seeds = np.asarray(seeds, np.uint64)
+    if isinstance(prompts, str) or seeds.ndim != 2 or len(seeds) != len(prompts):
+        given = "one string" if isinstance(prompts, str) else f"{len(prompts)} prompts"
+        raise ShapeError(
+            f"rollout: seeds have shape {seeds.shape} but there are {given}; give one row of seeds a prompt"
+        )
+    if not seeds.size:
+        raise ShapeError(
+            f"rollout: seeds have shape {seeds.shape}, so there is nothing to explore; give at least one "
+            f"prompt and {settings.keep} seeds for it"
+        )
+    if settings.keep > seeds.shape[1]:
+        raise ConfigError(
+            f"keep: is {settings.keep}, but only {seeds.shape[1]} seeds of a prompt are explored; keep at "
+            f"most as many"
+        )
+    return seeds
+
+
+def _enough(pool: Pool, settings: Settings, prompts: Sequence[str], name: str) -> None:
+    """Where rewards were lost though the pictures are good, too few of a prompt are the reward's doing."""
+    good = np.isfinite(pool.rewards).sum(1)
+    row = int(good.argmin())
+    if good[row] < settings.keep and pool.counts["lost_rewards"]:
+        raise RewardError(
+            f"reward {name}: was not finite for {int(pool.counts['lost_rewards'])} of {pool.rewards.size} "
+            f"pictures, also after {settings.retries} new seeds for each, so that prompt {row} "
+            f"({prompts[row]!r}) has {good[row]} rewards of the {settings.keep} that are to be kept; it must "
+            f"return a finite number for each picture"
+        )
+
+
+def _drawn(
+    draw: Draw, seeds: np.ndarray, prompts: list[str], steps: int, track: str, settings: Settings,
+    explorer: Drawer | None,
+) -> np.ndarray:  # fmt: skip
+    """The pictures of `seeds` (n,), n > 0, drawn a chunk at a time."""
+    chunk = -(-settings.chunk // GROUP) * GROUP
+    if explorer is not None and explorer.count > 0:
+        chunk = min(chunk, max(1, -(-len(seeds) // explorer.count)))
+    starts = range(0, len(seeds), chunk)
+    jobs = (Job(seeds[i : i + chunk], prompts[i : i + chunk], steps, track) for i in starts)
+    pictures: np.ndarray | None = None
+    with contextlib.closing(made(draw, jobs, explorer)) as parts:
+        for start, part in zip(starts, parts, strict=True):
+            if pictures is None:
+                pictures = np.empty((len(seeds), *part.shape[1:]), part.dtype)
+            pictures[start : start + len(part)] = part
+    return pictures
+
+
+def _as_explored(draw, seeds, prompts, retried, settings: Settings, explorer) -> np.ndarray:
+    """The very pictures that the exploration saw: its steps, on its track, or on BF16 where it tried anew."""
+    pictures: np.ndarray | None = None
+    for where, track in ((~retried, settings.explore_track), (retried, "bf16")):
+        rows = np.flatnonzero(where)
+        if not rows.size:
+            continue
+        some = [prompts[i] for i in rows]
+        part = _drawn(draw, seeds[rows], some, settings.explore_steps, track, settings, explorer)
+        if pictures is None:
+            pictures = np.empty((len(seeds), *part.shape[1:]), part.dtype)
+        pictures[rows] = part
+    return pictures
+
+
+def _stats(pool: Pool, result: Rollout) -> dict[str, float]:
+    """Counts of the exploration and of what was made anew, rates with intervals, and mean rewards."""
+    found = result.pairs()
+    missing = float(np.isnan(result.labels).sum())
+
+    def mean(values: np.ndarray) -> float:
+        return float(np.mean(values)) if len(values) else math.nan
+
+    return {k: float(v) for k, v in pool.counts.items()} | rates(pool.counts) | {
+        "kept": float(result.labels.size),
+        "kept_lost": missing,  # made anew, and not healthy or without a finite reward
+        "pairs": float(len(found.prompts)),
+        "reward/explored": mean(pool.rewards[np.isfinite(pool.rewards)]),
+        "reward/best": mean(found.chosen_reward),
+        "reward/worst": mean(found.rejected_reward),
+    }  # fmt: skip
+
+
 def measure_fidelity(
-    draw: Draw, reward: Reward, made: Rollout, prompts: Sequence[str], settings: Settings
+    draw: Draw,
+    reward: Reward,
+    made: Rollout,
+    prompts: Sequence[str],
+    settings: Settings,
+    explorer: Drawer | None = None,
 ) -> dict[str, float]:
     """Rank fidelity of the exploration of `made`, and of BF16 with as few steps, against BF16 with all steps.
 
     Every seed is made again in full, so this costs more than the rollout: measure it on some iterations.
-    Keys are ``fidelity/<track>/<measure>`` of `rank_fidelity`. A seed that is not healthy in an arm has the
-    lowest rank there.
+    Keys are ``fidelity/<track>/<measure>`` of `rank_fidelity`. A seed that has no reward in an arm is left
+    out of its comparison.
     """
-    rows = [p for p in prompts for _ in range(made.seeds.shape[1])]
 
     def rewards(steps: int) -> np.ndarray:
-        pictures = draw(made.seeds.reshape(-1), rows, steps, "bf16")
-        good = healthy(pictures)
-        values = np.full(len(rows), -np.inf)
-        values[good] = score(reward, pictures[good], [rows[i] for i in np.flatnonzero(good)])
-        return values.reshape(made.seeds.shape)
+        plain = dataclasses.replace(settings, explore_steps=steps, explore_track="bf16", retries=0)
+        return explore(draw, reward, made.seeds, prompts, plain, explorer=explorer).rewards
 
-    arms = {settings.explore_track: np.where(np.isfinite(made.explored), made.explored, -np.inf)}
+    arms = {settings.explore_track: made.explored}
     if "bf16" not in arms:
         arms["bf16"] = rewards(settings.explore_steps)
     true, result = rewards(settings.steps), {}
     for track, proxy in arms.items():
-        found = rank_fidelity(proxy, true, settings.keep // 2)
+        found = rank_fidelity(proxy, true, max(1, settings.keep // 2))
         shared = {f"fidelity/{k}": found.pop(k) for k in ("perfect_best", "perfect_worst", "random")}
         result |= shared | {f"fidelity/{track}/{k}": v for k, v in found.items()}
     return result
