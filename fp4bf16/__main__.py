@@ -1,4 +1,4 @@
-"""``python -m fp4bf16``: info, validate, bench, train, sample."""
+"""``python -m fp4bf16``: info, validate, bench, train, sample, eval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .errors import (
     nearest,
 )
 
-COMMANDS = ("info", "validate", "bench", "train", "sample")
+COMMANDS = ("info", "validate", "bench", "train", "sample", "eval")
 #: What a user can cause: shown as its sentence, without a traceback.
 USER = (
     CheckpointError,
@@ -53,12 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fp4bf16 {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="{" + ",".join(COMMANDS) + "}",
                                        parser_class=Parser)  # fmt: skip
-    from .cli import bench, info, validate
+    from .cli import bench, eval, info, validate
 
     info.add_parser(subparsers)
     validate.add_parser(subparsers)
     bench.add_parser(subparsers)
     importlib.import_module("fp4bf16.train.cli").add_parsers(subparsers)
+    eval.add_parser(subparsers)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
@@ -14,6 +15,10 @@ import numpy as np
 import pytest
 
 from fp4bf16.train import checkpoint
+from fp4bf16.train.config import get_preset, override
+from fp4bf16.train.folder import RunFolder
+from fp4bf16.train.progress import Progress
+from fp4bf16.train.state import Run, Stop
 
 pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -164,5 +169,132 @@ def test_checkpoint_holds_what_its_format_says(whole):
     assert set(policy) == set(ema) == set(checkpoint.take(arrays, "adam.first"))
     assert "conv_in.weight" in policy and "caption_embedding.weight" in policy
     assert any(not np.array_equal(policy[k], ema[k]) for k in policy)  # aligned is not base
-    assert {k.split(".")[1] for k in arrays if k.startswith("judge.")} == {"reward", "heldout"}
+    assert {k.split(".")[2] for k in arrays if k.startswith("panel.style.")} == {"reward", "heldout"}
     assert arrays["result.base.pictures"].dtype == np.uint8
+
+
+def new_run(out: pathlib.Path, *more: str) -> Run:
+    """A run in its folder, from its checkpoint where there is one."""
+    config = override(get_preset("ci"), [*SETTINGS, *more])
+    folder, progress = RunFolder(out), Progress(io.StringIO())
+    run = Run(config, folder, progress, Stop(progress.say))
+    if found := folder.open(config):
+        run.restore(*found)
+    return run
+
+
+def leave(run: Run) -> None:
+    run.close()
+    run.folder.close()
+
+
+def test_all_that_a_run_holds_is_carried_over(tmp_path, rng):
+    """Weights, moments, position in the data, counts: the next process goes on as this one would have."""
+    from source_sets import sidecars
+
+    from fp4bf16.train.sources import open_pictures
+
+    source = open_pictures(sidecars(tmp_path / "pictures", rng), 16, seed=3)
+    first = new_run(tmp_path / "run")
+    for a in first.engine.state().values():  # views of the weights and moments themselves
+        a[...] = rng.standard_normal(a.shape)
+    first.engine.optimizer.count = 7
+    first.arrays, first.results = {"base.heldout": rng.random(3)}, {"probe": {"reward": 0.1}}
+    first.counters, first.router = {"unhealthy": 3}, {"conv_in": ["bf16", 12, 0.1]}
+    first.stream("base", source, word=None).next(5)
+    first.log(step=3, loss=1.0)
+    first.done(3, save=True)
+    weights = {name: a.copy() for name, a in first.engine.state().items()}
+    first.journal(3).append({"chunk": 0, "reward": [0.1]})
+    then = first.stream("base", source).next(11)
+    leave(first)
+
+    second = new_run(tmp_path / "run")
+    assert (second.stage, second.step, second.engine.updates) == ("base", 3, 7)
+    state = second.engine.state()
+    assert set(state) == set(weights) and all(np.array_equal(state[k], weights[k]) for k in weights)
+    assert second.arrays["base.heldout"].tobytes() == first.arrays["base.heldout"].tobytes()
+    assert (second.results, second.counters, second.router) == (first.results, first.counters, first.router)
+    assert second.journal(3).read() == [{"chunk": 0, "reward": [0.1]}]
+    second.save()  # of a stream that is not open yet the position is kept
+    leave(second)
+
+    third = new_run(tmp_path / "run")
+    found = third.stream("base", source).next(11)
+    np.testing.assert_array_equal(found[0], then[0])
+    assert found[1] == then[1]
+    leave(third)
+
+
+def test_rewards_go_on_with_the_same_scores(tmp_path, rng):
+    """Their scales are running means of the pictures that were seen."""
+    reward = "align.reward=jpeg + 0.5 colourfulness"
+    pictures = rng.uniform(-1, 1, (8, 16, 16, 3)).astype(np.float32)
+    first = new_run(tmp_path / "run", reward)
+    first.panel.observe(pictures, ["face"] * 8)
+    first.save()
+    first.panel.observe(pictures[:3] / 2, ["face"] * 3)  # after the checkpoint: to be forgotten
+    forgotten = first.panel.reward(pictures, ["face"] * 8)
+    leave(first)
+    scores = []
+    for _ in range(2):
+        run = new_run(tmp_path / "run", reward)
+        scores.append([getattr(run.panel, role)(pictures, ["face"] * 8) for role in ("reward", "heldout")])
+        run.panel.observe(pictures[:3] / 2, ["face"] * 3)
+        assert run.panel.reward(pictures, ["face"] * 8).tobytes() == forgotten.tobytes()
+        leave(run)
+    for a, b in zip(*scores, strict=True):
+        assert a.tobytes() == b.tobytes() != forgotten.tobytes()
+
+
+def test_the_pool_of_another_iteration_is_dropped(tmp_path):
+    run = new_run(tmp_path / "run")
+    run.journal(0).append({"chunk": 0})
+    assert run.journal(0).read() == [{"chunk": 0}]
+    run.engine.optimizer.count += 1  # other weights
+    assert run.journal(0).read() == []
+    run.journal(0).append({"chunk": 1})
+    assert run.journal(1).read() == []
+    run.journal(1).append({"chunk": 2})
+    run.save()
+    leave(run)
+    run = new_run(tmp_path / "run")
+    assert run.journal(0).read() == []  # as after a damaged checkpoint, an iteration earlier
+    run.journal(0).append({"chunk": 3})
+    leave(run)
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    run = new_run(tmp_path / "run")  # anew
+    assert run.folder.journal.read() == [] and not run.folder.journal.path.read_bytes()
+    leave(run)
+
+
+def test_checkpoints_of_before_there_were_streams_are_read(tmp_path):
+    run = new_run(tmp_path / "run")
+    run.save()
+    leave(run)
+    file = tmp_path / "run" / "checkpoint.safetensors"
+    arrays, meta = checkpoint.load(file)
+    for name in ("counters", "router", "streams"):
+        del meta[name]
+    checkpoint.save(file, arrays, meta)
+    run = new_run(tmp_path / "run")
+    assert (run.counters, run.router) == ({}, {})
+    leave(run)
+
+
+def test_goes_on_from_the_checkpoint_before_a_damaged_one(whole, tmp_path):
+    """The whole command line: the same bytes at the end, and a sentence that says what happened."""
+    out = tmp_path / "run"
+    assert start(out, "align", 2, int(signal.SIGKILL)).returncode == -signal.SIGKILL
+    file = out / "checkpoint.safetensors"
+    content = bytearray(file.read_bytes())
+    assert checkpoint.load_run(file)[1]["stage"] == "align"
+    content[-5] ^= 8
+    file.write_bytes(content)
+    again = start(out)
+    assert again.returncode == 0, again.stderr
+    assert f"{file}: " in again.stderr and "it is kept as checkpoint.damaged.safetensors" in again.stderr
+    assert "The run goes on from checkpoint.previous.safetensors" in again.stderr
+    assert positions(out) == positions(whole)
+    for name in ("checkpoint", "checkpoint.previous"):
+        assert (out / f"{name}.safetensors").read_bytes() == (whole / f"{name}.safetensors").read_bytes()

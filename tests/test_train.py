@@ -16,16 +16,18 @@ Image = pytest.importorskip("PIL.Image", reason="the extra 'train' is not instal
 from test_resume import SETTINGS, command  # noqa: E402
 
 from fp4bf16.__main__ import main  # noqa: E402
-from fp4bf16.align.judges import Judge  # noqa: E402
+from fp4bf16.align.panel import Panel  # noqa: E402
 from fp4bf16.errors import CheckpointError, ConfigError, NonFiniteError, RewardError  # noqa: E402
 from fp4bf16.train import checkpoint, extras, progress  # noqa: E402
+from fp4bf16.train.alignment import Skips  # noqa: E402
 from fp4bf16.train.cli import load_model  # noqa: E402
 from fp4bf16.train.config import PRESETS, check, from_dict, get_preset, override, with_value  # noqa: E402
 from fp4bf16.train.evaluate import cases  # noqa: E402
-from fp4bf16.train.finish import paired_gain  # noqa: E402
 from fp4bf16.train.folder import RunFolder  # noqa: E402
+from fp4bf16.train.intervals import paired_gain  # noqa: E402
 from fp4bf16.train.run import train  # noqa: E402
-from fp4bf16.train.stages import _Skips, learning_rate  # noqa: E402
+from fp4bf16.train.schedule import learning_rate  # noqa: E402
+from fp4bf16.train.task import make_task  # noqa: E402
 
 
 def tiny(*more: str):
@@ -180,7 +182,7 @@ def test_base_and_aligned_start_from_the_same_noise(finished):
 
 def _evaluation_seeds(model):
     class Run:
-        config, eval_captions = model.config, _face_captions()
+        config, task = model.config, make_task(model.config)
 
         @staticmethod
         def seed(purpose):
@@ -190,12 +192,6 @@ def _evaluation_seeds(model):
 
     captions, seeds = cases(Run)
     return seeds, captions
-
-
-def _face_captions():
-    from fp4bf16.train.data import load_pairs
-
-    return load_pairs(16).select(word="face").captions
 
 
 def test_folder_of_another_configuration(finished, capsys):
@@ -241,6 +237,7 @@ def _copy(finished, tmp_path):
 def test_unreadable_checkpoints(finished, tmp_path, capsys):
     out = _copy(finished, tmp_path)
     file = out / "checkpoint.safetensors"
+    (out / "checkpoint.previous.safetensors").unlink()  # nothing to fall back on
     whole = file.read_bytes()
     header = b'{"__metadata__":{"who":"else"}}'
     for content, sentence in (
@@ -298,15 +295,13 @@ def test_fewer_prompts_than_asked_for(tmp_path, capsys):
 )
 def test_broken_reward_loses_nothing(bad, sentence, tmp_path, monkeypatch):
     out, said = tmp_path / "run", progress.Progress(io.StringIO())
-    right = Judge.__call__
-    monkeypatch.setattr(
-        Judge, "__call__", lambda self, x, prompts=None: bad(x) if prompts else right(self, x)
-    )
+    right = Panel.__call__
+    monkeypatch.setattr(Panel, "__call__", lambda self, x, prompts: bad(x))
     with pytest.raises(RewardError, match=sentence):
         train(tiny(), out, said)
     _, meta = checkpoint.load(out / "checkpoint.safetensors")
     assert (meta["stage"], meta["step"]) == ("align", 0)
-    monkeypatch.setattr(Judge, "__call__", right)
+    monkeypatch.setattr(Panel, "__call__", right)
     assert train(tiny(), out, said)["pictures"] == 8  # goes on where the reward broke
 
 
@@ -379,7 +374,7 @@ def test_missing_extra(monkeypatch, capsys, tmp_path):
 
 
 def test_gradients_that_are_not_finite_are_left_out(rng):
-    skips = _Skips("base")
+    skips = Skips("base")
     assert skips.finite(1.0, 2.0) and not skips.finite(1.0, np.inf) and skips.finite(1.0, 2.0)
     for _ in range(9):
         assert not skips.finite(np.nan, 1.0)

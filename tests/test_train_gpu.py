@@ -12,6 +12,9 @@ import pytest
 pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 
+from bases import base_data  # noqa: E402
+
+from fp4bf16.align.rollout import Rollout  # noqa: E402
 from fp4bf16.backends import cuda  # noqa: E402
 from fp4bf16.nn.cuda import graph  # noqa: E402
 from fp4bf16.train import checkpoint, progress  # noqa: E402
@@ -19,9 +22,10 @@ from fp4bf16.train.cli import load_model  # noqa: E402
 from fp4bf16.train.config import get_preset, override  # noqa: E402
 from fp4bf16.train.data import Vocabulary, load_pairs  # noqa: E402
 from fp4bf16.train.denoiser import Denoiser  # noqa: E402
-from fp4bf16.train.engine import BaseData, HostEngine, PairData, make_engine, make_sampler  # noqa: E402
+from fp4bf16.train.engine import BaseData, HostEngine, make_engine, make_sampler  # noqa: E402
+from fp4bf16.train.policy import PairData, batches, make_data  # noqa: E402
 from fp4bf16.train.run import train  # noqa: E402
-from fp4bf16.train.stages import base_data, learning_rate  # noqa: E402
+from fp4bf16.train.schedule import learning_rate  # noqa: E402
 from fp4bf16.train.state import Run, Stopped  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -62,8 +66,8 @@ def test_graphs_do_what_calls_do(monkeypatch, rng):
         engine.begin_alignment()
         bags = (np.arange(3 * len(engine.model.vocabulary)) % 97 == 0).reshape(3, -1).astype(np.float32)
         pairs = PairData(*pictures, bags, row, t, (1, 2))
-        engine.begin_pairs(pairs)
-        results += [engine.dpo_step(pairs, some, 1e-4) for some in (slice(0, 4), slice(4, 7), slice(0, 4))]
+        engine.begin(pairs)
+        results += [engine.policy_step(pairs, s, 1e-4) for s in (slice(0, 4), slice(4, 7), slice(0, 4))]
         drawn = engine.draw(range(5), ["angry face"] * 5, 3, "fp4")
         assert np.isfinite(drawn).all() and all(r.finite for r in results)
         states.append((results, engine.state(), drawn))
@@ -73,6 +77,76 @@ def test_graphs_do_what_calls_do(monkeypatch, rng):
     for name, array in one.items():
         np.testing.assert_array_equal(array, two[name], err_msg=name)
     assert engine.updates == 3
+
+
+def _aligning(objective: str):
+    """An engine that begins to align, and what it draws as a rollout, labelled by its brightness."""
+    engine, _ = engines(override(get_preset("emoji32"), [f"align.objective={objective}", "align.steps=4",
+                                                         "align.batch=5", "align.prompts=2"]))  # fmt: skip
+    engine.begin_alignment()
+    captions, kept = ["angry face", "red heart"], np.arange(6, dtype=np.uint64)
+    pictures = engine.collect(kept, [c for c in captions for _ in range(3)], 4)
+    labels = pictures.mean((1, 2, 3), dtype=np.float64).reshape(2, 3)
+    labels[0, 1] = np.nan
+    made = Rollout(pictures.reshape(2, 3, *pictures.shape[1:]), labels, kept.reshape(2, 3), captions,
+                   kept.reshape(2, 3), labels, np.tile(np.arange(3), (2, 1)))  # fmt: skip
+    return engine, make_data(engine.config, engine, len, made, 0)
+
+
+def _taught(engine, data) -> list:
+    results = []
+    for number in (0, 300):
+        engine.begin(data)
+        results += [engine.policy_step(data, some, 1e-4) for some in batches(engine.config, data)]
+        engine.end_iteration(number)
+    return results
+
+
+@pytest.mark.parametrize("objective", ["nft", "ppo"])
+def test_graphs_of_other_objectives_do_what_calls_do(objective, monkeypatch):
+    """Captured and not, bit for bit: the loss's arrays are CuPy's, whose calls the graph must hold too."""
+    states = []
+    for captured in (True, False):
+        if not captured:
+            monkeypatch.setattr(graph, "_Captured", graph._Eager)
+        engine, data = _aligning(objective)
+        results = _taught(engine, data)
+        assert all(r.finite and r.norm > 0 for r in results) and engine.updates == len(results)
+        if objective == "ppo":
+            assert results[0].stats["ratio"] == 1.0 and results[0].stats["ratio_spread"] == 0.0
+        states.append((results, engine.state(), engine.collect(range(3), ["angry face"] * 3, 4)))
+    (a, one, drawn), (b, two, again) = states
+    assert a == b
+    np.testing.assert_array_equal(drawn, again)
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, two[name], err_msg=name)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])
+def test_policy_is_taken_back_and_restored(objective):
+    engine, data = _aligning(objective)
+    before, snapshot = engine.state(), engine.snapshot()
+    first = _taught(engine, data)
+    after, updates = engine.state(), engine.updates
+    engine.take_back(snapshot)
+    for name, array in engine.state().items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
+    assert _taught(engine, data) == first
+    other, _ = _aligning(objective)
+    other.restore(before, 0, aligning=True)
+    assert _taught(other, data) == first and other.updates == updates
+    for name, array in other.state().items():
+        np.testing.assert_array_equal(array, after[name], err_msg=name)
+
+
+def test_trajectories_end_on_the_pictures():
+    engine, _ = _aligning("ppo")
+    seeds, captions = list(range(70)), ["angry face"] * 70  # more than a chunk
+    found = engine.trajectories(seeds, captions, 4)
+    np.testing.assert_array_equal(found.pictures, engine.collect(seeds, captions, 4))
+    np.testing.assert_array_equal(
+        engine.trajectories(seeds[66:], captions[66:], 4).latents, found.latents[:, 66:]
+    )
 
 
 def test_broken_gradient_updates_nothing():

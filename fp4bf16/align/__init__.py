@@ -1,9 +1,14 @@
-"""Alignment: rewards, judges, guards; rollouts that explore cheaply and regenerate in full; Diffusion-DPO."""
+"""Alignment: rewards, judges, guards; rollouts that explore cheaply and regenerate in full; the objectives
+Diffusion-DPO, DiffusionNFT and DDPO (PPO).
+"""
 
+from .advantages import advantages
 from .dpo import DPOResult, dpo_backward, dpo_loss
 from .fidelity import rank_fidelity, spearman
 from .guards import Guards
 from .judges import Judge, train_judge
+from .nft import NFTSettings, nft_backward, nft_loss
+from .ppo import Trajectories, log_probability, ppo_backward, ppo_loss, step_table
 from .rewards import Reward, score
 from .rollout import Rollout, Settings, choose_prompts, healthy, measure_fidelity, rollout, select
 
@@ -11,18 +16,27 @@ __all__ = [
     "DPOResult",
     "Guards",
     "Judge",
+    "NFTSettings",
     "Reward",
     "Rollout",
     "Settings",
+    "Trajectories",
+    "advantages",
     "choose_prompts",
     "dpo_backward",
     "dpo_loss",
     "healthy",
+    "log_probability",
     "measure_fidelity",
+    "nft_backward",
+    "nft_loss",
+    "ppo_backward",
+    "ppo_loss",
     "rank_fidelity",
     "rollout",
     "score",
     "select",
     "spearman",
+    "step_table",
     "train_judge",
 ]

@@ -21,9 +21,13 @@ from ..diffusion.samplers import Model
 from ..diffusion.schedules import Schedule
 from ..errors import ShapeError
 from ..nn.tape import Variable
+from .drift import hold as hold_together
+from .drift import phase_drift
 
 #: policy(x, t, condition) -> the network's output as a variable of the tape
 Policy = Callable[[np.ndarray, np.ndarray, np.ndarray | None], Variable]
+
+__all__ = ["DPOResult", "Policy", "dpo_backward", "dpo_loss", "phase_drift"]
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,10 @@ def dpo_backward(
     rejected pictures run as one batch of 2 pairs with the same t and the same noise; the reference runs
     without a tape.
 
-    e_w - e_l does not feel what both pictures of a pair share, so a shift of all outputs alike costs nothing
-    and grows. Where the channels are pictures folded by `phases` pixels (channel c phases + i is colour c at
-    pixel i), such a shift is a grid over every picture. ``beta hold mean(d²)`` is added to what is minimised,
-    d the batch's mean of output - reference in each channel, less its mean over the phases of a colour. The
-    loss that is returned is the preference loss alone.
+    e_w - e_l does not feel what both pictures of a pair share: ``beta hold mean(d²)`` is added to what is
+    minimised, d the `phase_drift` of output and reference. The loss that is returned is the preference loss
+    alone; "drift" is sqrt(mean(d²)), and "kl" the mean of (output - reference)², which is the divergence from
+    the reference up to a factor of the noise level.
     """
     pairs = len(chosen)
     x0, noise = np.concatenate([chosen, rejected]), np.concatenate([eps, eps])
@@ -121,19 +124,7 @@ def dpo_backward(
     result = dpo_loss(errors[:pairs], errors[pairs:], anchor[:pairs], anchor[pairs:], beta)
     weight = np.concatenate([result.chosen_gradient, result.rejected_gradient])
     gradient *= weight.astype(gradient.dtype).reshape(-1, *(1,) * (gradient.ndim - 1))
-    drift = phase_drift(output.data, frozen, phases)
-    result.stats["drift"] = float(np.sqrt(np.mean(np.square(drift))))
-    if hold:
-        gradient += (2 * beta * hold / output.data.size * drift).astype(gradient.dtype)
+    result.stats["drift"] = float(hold_together(gradient, output.data, frozen, phases, beta * hold))
+    result.stats["kl"] = float(np.mean(np.square(output.data - frozen), dtype=np.float64))
     output.backward(gradient)
     return result
-
-
-def phase_drift(output: np.ndarray, reference: np.ndarray, phases: int) -> np.ndarray:
-    """Mean of output - reference over all but the channels, less that over the phases: float64 (channels,).
-
-    >>> phase_drift(np.float32([[[[3.0, 1.0]]]]), np.zeros((1, 1, 1, 2), np.float32), phases=2).tolist()
-    [1.0, -1.0]
-    """
-    mean = (output - reference).reshape(-1, output.shape[-1]).mean(0, dtype=np.float64).reshape(-1, phases)
-    return (mean - mean.mean(1, keepdims=True)).reshape(-1)

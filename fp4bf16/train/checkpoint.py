@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,75 @@ from .extras import require
 
 FORMAT = "fp4bf16-checkpoint-1"
 NEEDED = {"config": dict, "stage": str, "step": int, "lines": int, "words": list}  # of the metadata of a run
+_ADVICE = "move it away to start the run anew, or use another --out"
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+class DamagedError(CheckpointError):
+    """The file at `path` is there but is no checkpoint (`reason`): an older one beside it may be."""
+
+    def __init__(self, path: Path, reason: str, advice: str = _ADVICE):
+        super().__init__(f"{path}: {reason}; {advice}")
+        self.path, self.reason = path, reason
+
+
+def write_atomic(path: Path, data: bytes | memoryview, previous: Path | None = None) -> None:
     """Write `data` to `path` so that a crash at any moment leaves the old file or the new one, never a part.
 
     Written beside it, flushed to the disk, renamed over it, and the folder flushed too (a rename is durable
-    only after that).
+    only after that). previous: in the same folder; the name under which the old file stays.
+
+    Raises `OSError`, a full disk among them: both files are then as they were.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "x"
+    >>> write_atomic(file, b"old"), write_atomic(file, b"new", file.with_name("x.previous"))
+    (None, None)
+    >>> file.read_bytes(), file.with_name("x.previous").read_bytes()
+    (b'new', b'old')
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp made it private
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write_all(handle, data)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        if previous is not None and path.exists():
+            _keep(path, previous)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)
+
+
+def write_all(handle: int, data: bytes | memoryview) -> None:
+    """Write all of `data`: one call of the system may write less, as on a disk that runs full."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(handle, left) :]
+
+
+def _keep(path: Path, previous: Path) -> None:
+    """Give the file `path` the name `previous` as well, in place of the file that had it.
+
+    `path` itself stays, so that whichever of the renames survive a crash, a whole file has each name.
+    """
+    link = previous.parent / f".{previous.name}.{secrets.token_hex(4)}.tmp"
+    try:
+        os.link(path, link)
+    except OSError:
+        # A filesystem without hard links. Until the new file is renamed, `previous` alone is there: the
+        # newest file, so that nothing is lost.
+        os.replace(path, previous)
+        return
+    try:
+        os.replace(link, previous)
+    finally:
+        # POSIX: a rename between two names of one file does nothing and leaves both. A crash between the
+        # renames of the last time made them one file.
+        link.unlink(missing_ok=True)
 
 
 def flush_folder(folder: Path) -> None:
@@ -56,21 +103,27 @@ def flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def save(path: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
-    """Write `arrays` and `meta` (JSON values) to `path`, atomically. Equal content gives equal bytes."""
+def save(
+    path: Path, arrays: dict[str, np.ndarray], meta: dict[str, Any], previous: Path | None = None
+) -> None:
+    """Write `arrays` and `meta` (JSON values) to `path`, atomically. Equal content gives equal bytes.
+
+    previous: the name that the checkpoint which was at `path` gets.
+    """
     safetensors = require("safetensors.numpy", "writing checkpoints")
-    arrays = {name: np.ascontiguousarray(arrays[name]) for name in sorted(arrays)}
+    # not np.ascontiguousarray, which gives a single number an axis
+    arrays = {name: np.asarray(arrays[name], order="C") for name in sorted(arrays)}
     meta = {"format": FORMAT, **meta}
     # under one name: safetensors writes several in an order that differs from process to process
     text = json.dumps({**meta, "crc32": _checksum(arrays, meta)}, sort_keys=True)
-    write_atomic(Path(path), safetensors.save(arrays, {"fp4bf16": text}))
+    write_atomic(Path(path), safetensors.save(arrays, {"fp4bf16": text}), previous)
 
 
 def _checksum(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> str:
     """CRC-32 of the metadata and of all arrays: safetensors itself does not see a byte that has changed."""
     crc = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
     for name in sorted(arrays):
-        a = np.ascontiguousarray(arrays[name])
+        a = np.asarray(arrays[name], order="C")
         crc = zlib.crc32(f"{name} {a.dtype} {a.shape}".encode(), crc)
         crc = zlib.crc32(a.reshape(-1).view(np.uint8), crc)
     return f"{crc:08x}"
@@ -79,32 +132,33 @@ def _checksum(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> str:
 def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(arrays, meta) of a checkpoint.
 
-    Raises `CheckpointError`, with what is wrong and what to do, for a file that is cut short or damaged, is
-    no safetensors file, or was not written by `save`.
+    Raises `CheckpointError`, with what is wrong and what to do: `DamagedError` for a file that is cut short
+    or damaged, is no safetensors file, or was not written by `save`.
     """
     path = Path(path)
     numpy_format = require("safetensors.numpy", "reading checkpoints")
     safetensors = require("safetensors", "reading checkpoints")
-    advice = "move it away to start the run anew, or use another --out"
     try:
+        with open(path, "rb"):  # whose errors have names; those of safetensors are text
+            pass
         with safetensors.safe_open(path, framework="numpy") as f:
             meta = f.metadata() or {}
         if "fp4bf16" not in meta:
-            raise CheckpointError(f"{path}: is a safetensors file, but not a checkpoint of fp4bf16; {advice}")
+            raise DamagedError(path, "is a safetensors file, but not a checkpoint of fp4bf16")
         meta = json.loads(meta["fp4bf16"])
         arrays = numpy_format.load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such checkpoint") from None
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read as a checkpoint ({error}); {advice}") from error
+    except PermissionError:
+        raise CheckpointError(f"{path}: may not be read; give it read permission (chmod u+r)") from None
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        raise DamagedError(path, f"cannot be read as a checkpoint ({error})") from error
     found = meta.get("format") if isinstance(meta, dict) else None
     if found != FORMAT:
-        raise CheckpointError(f"{path}: has format {found!r}, this version reads {FORMAT!r}; {advice}")
+        raise DamagedError(path, f"has format {found!r}, this version reads {FORMAT!r}")
     crc = meta.pop("crc32", None)
     if crc != (computed := _checksum(arrays, meta)):
-        raise CheckpointError(
-            f"{path}: is damaged: its checksum is {crc}, but that of its content is {computed}; {advice}"
-        )
+        raise DamagedError(path, f"is damaged: its checksum is {crc}, but that of its content is {computed}")
     return arrays, meta
 
 
@@ -113,11 +167,38 @@ def load_run(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     arrays, meta = load(path)
     for name, kind in NEEDED.items():
         if not isinstance(meta.get(name), kind):
-            raise CheckpointError(
-                f"{path}: is no checkpoint of a run: {name} is {meta.get(name)!r}, but a {kind.__name__} is "
-                f"needed; use another --out"
+            raise DamagedError(
+                Path(path),
+                f"is no checkpoint of a run: {name} is {meta.get(name)!r}, but a {kind.__name__} is needed",
+                "use another --out",
             )
     return arrays, meta
+
+
+def load_last(
+    newest: Path, previous: Path
+) -> tuple[dict[str, np.ndarray], dict[str, Any], str | None] | None:
+    """(arrays, meta, what is wrong with `newest`) of the newest checkpoint of a run that is good.
+
+    The last is None where `newest` itself is. The whole is None where there is neither file. Raises
+    `CheckpointError` where no file is good. Changes nothing.
+    """
+    if not previous.exists():
+        return (*load_run(newest), None) if newest.exists() else None
+    try:
+        if newest.exists():
+            return (*load_run(newest), None)
+        wrong = "is missing"
+    except DamagedError as error:
+        wrong = error.reason
+    try:
+        arrays, meta = load_run(previous)
+    except DamagedError as error:
+        raise CheckpointError(
+            f"{newest}: {wrong}, and {previous.name} beside it {error.reason}; move both away to start the "
+            f"run anew, or use another --out"
+        ) from error
+    return arrays, meta, wrong
 
 
 def take(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

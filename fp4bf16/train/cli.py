@@ -21,7 +21,7 @@ from ..errors import (
     UnsupportedArchError,
     nearest,
 )
-from .config import PRESETS, Config, check, from_dict, get_preset, override
+from .config import PRESETS, Config, check, from_dict, get_preset, override, with_objective, with_value
 
 DEVICES = ("cpu", "cuda")
 #: What a user can cause; shown as one sentence, without a traceback.
@@ -76,7 +76,30 @@ def _add_train(train: argparse.ArgumentParser) -> None:
         "--route", type=Path, metavar="FILE", help="JSON: parameter-name pattern -> track, for exploring"
     )
     train.add_argument(
-        "--select", metavar="HOW", help="best_worst (default) or random: which explored seeds are kept"
+        "--select",
+        metavar="HOW",
+        help="best_worst (default), random, mean_deviation or extremes: which explored seeds are kept",
+    )
+    train.add_argument(
+        "--objective", metavar="NAME", help="dpo (default), nft or ppo, with the settings that suit it"
+    )
+    train.add_argument(
+        "--reward",
+        metavar="SPEC",
+        help="style (default), preference, caption, class, jpeg, colourfulness, or a sum with weights: "
+        "'style + 0.5 colourfulness'",
+    )
+    train.add_argument(
+        "--data", metavar="PATH", help="captioned pictures of your own: a folder, or tar shards"
+    )
+    train.add_argument(
+        "--pairs", metavar="PATH", help="preference pairs of your own: parquet, or a folder with a table"
+    )
+    train.add_argument(
+        "--offline", action="store_true", help="learn from pairs that others judged, not from rollouts"
+    )
+    train.add_argument(
+        "--log", default="", metavar="NAMES", help="also to tensorboard, wandb (extras; metrics.jsonl always)"
     )
     train.add_argument(
         "--set",
@@ -163,14 +186,32 @@ def configuration(arguments: argparse.Namespace) -> Config:
     config = get_preset(arguments.preset)
     if arguments.seed is not None:
         config = dataclasses.replace(config, seed=arguments.seed)
-    if arguments.select is not None:
-        config = dataclasses.replace(config, align=dataclasses.replace(config.align, select=arguments.select))
+    if arguments.objective is not None:
+        config = with_objective(config, arguments.objective)
+    for name, value in _named(arguments).items():
+        config = with_value(config, name, value)
     if arguments.route is not None:
         config = dataclasses.replace(config, route=_read_route(arguments.route))
     config = override(config, arguments.set)
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"--seed {config.seed}: must be a whole number from 0 to 2^63 - 1")
     return config
+
+
+def _named(arguments: argparse.Namespace) -> dict[str, str]:
+    """Settings that have an argument of their own. Data of one's own has no styles and no special word."""
+    found = {
+        "align.select": arguments.select,
+        "align.reward": arguments.reward,
+        "data.pictures": arguments.data,
+        "data.pairs": arguments.pairs,
+        "align.pairs": "data" if arguments.offline else None,
+    }
+    if arguments.data is not None or arguments.pairs is not None:
+        found["word"] = ""
+        if arguments.reward is None and arguments.pairs is not None:
+            found["align.reward"] = "preference"
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _read_route(path: Path) -> dict[str, str]:
@@ -187,37 +228,63 @@ def _read_route(path: Path) -> dict[str, str]:
 
 def plan(config: Config, start: Any = None) -> str:
     """What a run would do, in lines. start: the weights that it begins with, if any."""
+    from ..align.panel import Panel
     from ..align.rollout import choose_prompts
-    from .data import Vocabulary, load_pairs
     from .denoiser import Denoiser
+    from .task import check_reward, make_task
 
-    pairs = load_pairs(config.size)
-    trained = pairs.select(role="policy", word=config.word or None)
-    choose_prompts(trained.captions, config.align.prompts, 0, 0)  # says so where they are too few
-    model = Denoiser(config, Vocabulary.of(trained.captions))
+    task, panel = make_task(config), Panel.parse(config.align.reward)
+    panel.require()
+    check_reward(task, panel)
+    if config.align.pairs == "rollouts":
+        choose_prompts(task.prompts, config.align.prompts, 0, 0)  # says so where they are too few
+    model = Denoiser(config, task.words)
     if start is not None:
         start.check(config, model)
-    b, j, a = config.base, config.judge, config.align
-    cost = a.prompts * (a.seeds * a.explore_steps + a.keep * a.steps)
+    b, a, e = config.base, config.align, config.eval
+    trained = sum(trainer.steps for trainer in panel.trainers(task.panel_data(), _learning(config)))
     return "\n".join(
         [
-            f"model     {model.unet.parameter_count() / 1e6:.2f} M parameters, {config.size} x "
-            f"{config.size} pixels, "
-            f"{len(model.vocabulary)} words",
-            f"data      {len(trained)} captions in two styles for the base and the prompts",
+            f"model     {model.unet.parameter_count() / 1e6:.2f} M parameters, {config.size} x {config.size} "
+            f"pixels, {len(task.words)} words; {config.diffusion.schedule} schedule, "
+            f"{config.diffusion.prediction} prediction, {config.diffusion.sampler} sampler",
+            f"data      {task.facts}",
             f"base      {b.steps} steps of {b.batch} pictures"
             if start is None
             else f"base      is there: --from {start.source}",
-            f"judges    2 x {j.steps} steps of {j.batch} pictures",
-            f"align     {a.iterations} iterations: {a.prompts} prompts x {a.seeds} seeds x "
-            f"{a.explore_steps} steps on "
-            f"{a.explore_track}, {a.select}, {a.keep} a prompt x {a.steps} steps on bf16 ({cost} "
-            "evaluations), "
-            f"{a.prompts * a.keep // 2} pairs x {a.timesteps} timesteps of DPO",
-            f"evaluate  {config.eval.captions or 'all'} captions x {config.eval.seeds} seeds x "
-            f"{config.eval.steps} steps, "
-            f"base and aligned",
+            f"judges    reward {panel.name}: {trained} steps of {config.judge.batch} pictures",
+            f"align     {a.iterations} iterations: {_iteration(config)}",
+            f"evaluate  {e.captions or 'all'} captions x {e.seeds} seeds x {e.steps} steps, base and aligned",
         ]
+    )
+
+
+def _learning(config: Config) -> Any:
+    from ..align.measures import Learning
+
+    return Learning(config.judge.steps, config.judge.batch, config.judge.width, config.seed)
+
+
+def _iteration(config: Config) -> str:
+    """One iteration of the alignment."""
+    a = config.align
+    pairs = f"{a.prompts * a.keep // 2} pairs"
+    trains = "" if a.parameters == "full" else f", LoRA of rank {config.lora.rank}"
+    if a.pairs == "data":
+        return f"{pairs} of the data x {a.timesteps} timesteps of DPO{trains}"
+    cost = a.prompts * a.seeds * a.explore_steps
+    again = ""
+    if a.train_on == "bf16":
+        cost += a.prompts * a.keep * a.steps
+        again = f", {a.keep} a prompt x {a.steps} steps on bf16"
+    learns = {
+        "dpo": f"{pairs} x {a.timesteps} timesteps of DPO",
+        "nft": f"{a.prompts * a.keep} pictures x {a.timesteps} timesteps of DiffusionNFT",
+        "ppo": f"{a.prompts * a.keep} trajectories of PPO",
+    }[a.objective]
+    return (
+        f"{a.prompts} prompts x {a.seeds} seeds x {a.explore_steps} steps on {a.explore_track}, {a.select}"
+        f"{again} ({cost} evaluations), {learns}{trains}"
     )
 
 
@@ -226,13 +293,14 @@ def train_command(arguments: argparse.Namespace) -> int:
     """Exit code 0: finished; 2: the request cannot be met; 130 or 143: stopped by Ctrl-C or SIGTERM, and
     saved.
     """
-    from .chart import number
     from .extras import require
+    from .loggers import parse_loggers
     from .progress import Progress, announce_compilation
     from .run import Stopped, train
     from .weights import load_start
 
     config, device = configuration(arguments), _check_device(arguments.device)
+    log = parse_loggers(arguments.log)
     start = None if arguments.start is None else load_start(arguments.start, config.preset)
     if arguments.dry_run:
         print(json.dumps(config.to_dict(), indent=2) + "\n" + plan(config, start))
@@ -244,7 +312,7 @@ def train_command(arguments: argparse.Namespace) -> int:
     announce_compilation(progress.say)
     again = "python -m fp4bf16 " + shlex.join(sys.argv[1:])
     try:
-        s = train(config, out, progress, device, start)
+        s = train(config, out, progress, device, start, log)
     except Stopped as stopped:
         progress.say(f"stopped and saved in {out}; go on with the same command: {again}")
         return 128 + stopped.args[0]
@@ -258,21 +326,29 @@ def train_command(arguments: argparse.Namespace) -> int:
             f"--out {out}: the run stopped ({error}); put that right, and the same command goes on from its "
             f"last checkpoint: {again}"
         ) from error
+    _say_result(s)
+    print(f"report: {out / 'report.html'}")
+    return 0
+
+
+def _say_result(s: dict[str, Any]) -> None:
+    """The headline of a finished run, and each broken guard."""
+    from .chart import number
+
+    digits = ".1f" if s["heldout_unit"] == "points" else ".3g"
+    gain, low, high = (format(s[f"heldout_gain{part}"], f"+{digits}") for part in ("", "_low", "_high"))
     print(
-        f"finished: held-out judge {s['heldout_gain']:+.1f} points (95 % interval "
-        f"{s['heldout_gain_low']:+.1f} to "
-        f"{s['heldout_gain_high']:+.1f}) on {s['pictures']} pictures, reward {number(s['reward_base'])} -> "
-        f"{number(s['reward'])}, {s['seconds']:.0f} s, {s['peak_rss_mb']:.0f} MB"
+        f"finished: held-out judge {gain} {s['heldout_unit']} (95 % interval {low} to {high}) on "
+        f"{s['pictures']} pictures, reward {number(s['reward_base'])} -> {number(s['reward'])}, "
+        f"{s['seconds']:.0f} s, {s['peak_rss_mb']:.0f} MB"
     )
     for guard in s["guards"]:
         if not guard["holds"]:
+            before = number(guard["base"])
             print(
-                f"guard broken: {guard['name']} is {number(guard['aligned'])}, allowed is "
-                f"{number(guard['low'])} to "
-                f"{number(guard['high'])}: do not believe the gain"
+                f"guard broken: {guard['name']} is {number(guard['aligned'])} (base {before}), allowed is "
+                f"{number(guard['low'])} to {number(guard['high'])}: do not believe the gain"
             )
-    print(f"report: {out / 'report.html'}")
-    return 0
 
 
 def load_model(folder: Path, weights: str = "aligned"):
@@ -284,7 +360,10 @@ def load_model(folder: Path, weights: str = "aligned"):
 
     run = RunFolder(folder)
     config = check(from_dict(run.read_config()["config"]))
-    arrays, meta = checkpoint.load_run(run.checkpoint_file)
+    found = checkpoint.load_last(run.checkpoint_file, run.previous_file)
+    if found is None:
+        raise CheckpointError(f"{run.checkpoint_file}: there is no such checkpoint")
+    arrays, meta, _ = found
     model = Denoiser(config, Vocabulary(tuple(meta["words"])))
     # Before the alignment the average of the weights is the model; afterwards it is what DPO started from.
     which = "ema" if weights == "base" or meta["stage"] == "base" else "policy"
@@ -306,9 +385,9 @@ def _model_to_sample(arguments: argparse.Namespace) -> Any:
 
 def _captions(model: Any, n: int) -> list[str]:
     """`n` captions that the model was trained on, from all over the list."""
-    from .data import load_pairs
+    from .task import make_task
 
-    known = load_pairs(model.config.size).select(role="policy", word=model.config.word or None).captions
+    known = make_task(model.config).prompts
     step = max(1, len(known) / n)
     return [known[int(i * step) % len(known)] for i in range(n)]
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from ..align.rollout import SELECT
-from ..diffusion.schedules import check_prediction, get_schedule
 from ..errors import ConfigError, nearest
-from ..tracks import TRACKS
+from .rules import check
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,11 @@ class ModelConfig:
 class DiffusionConfig:
     """Noise schedule, prediction and sampler."""
 
-    schedule: str = "cosine"
+    schedule: str = "cosine"  # or linear (both DDPM/VP), ve
     timesteps: int = 1000
-    prediction: str = "v"
+    prediction: str = "v"  # or eps, x0
+    sampler: str = "ddim"  # or euler, heun, ancestral
+    guidance: float = 1.0  # classifier-free: without + guidance (with - without the caption); 1: off
     chunk: int = 64  # pictures that the network samples at a time
 
 
@@ -65,8 +64,15 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class AlignConfig:
-    """Explore, select, regenerate, DPO."""
+    """Explore, select, regenerate, learn."""
 
+    objective: str = "dpo"  # or nft, ppo
+    parameters: str = "full"  # or lora
+    reward: str = "style"  # names with weights: "style", "style + 0.5 colourfulness", ...
+    pairs: str = "rollouts"  # "data": pairs that others judged, for dpo
+    train_on: str = "bf16"  # "fp4": on the explored pictures themselves (a negative control)
+    guard: str = "hold"  # a broken guard takes the iteration back; "warn": it only says so
+    workers: int = 0  # processes that explore; 0: this one alone
     iterations: int = 10
     prompts: int = 16  # an iteration
     seeds: int = 24  # a prompt
@@ -76,8 +82,9 @@ class AlignConfig:
     explore_track: str = "fp4"
     select: str = "best_worst"
     beta: float = 4000.0
-    hold: float = 3.0  # weight, in units of beta, that keeps folded pixels from drifting apart
-    timesteps: int = 4  # a pair
+    # Keeps folded pixels from drifting apart; in units of beta (dpo) or of the advantage clip (nft, ppo).
+    hold: float = 3.0
+    timesteps: int = 4  # a pair, or a picture (nft)
     timestep_fraction: float = 0.6  # of the sampler's steps, from the noisy end: where a pair is compared
     batch: int = 32  # pairs times timesteps in one optimizer step
     lr: float = 1e-4
@@ -85,6 +92,41 @@ class AlignConfig:
     clip: float = 1.0
     fidelity_every: int = 5  # iterations between measurements of the rank fidelity
     retries: int = 2  # new seeds tried for a rollout that is not healthy
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters, where align.parameters is lora: W + alpha / rank up down."""
+
+    rank: int = 8
+    alpha: float = 16.0
+
+
+@dataclass(frozen=True)
+class NFTConfig:
+    """DiffusionNFT."""
+
+    beta: float = 1.0  # how far the implicit policies lie from the old one
+    kl: float = 1e-4  # weight of the distance from the reference
+    advantage_clip: float = 5.0
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """DDPO with importance sampling."""
+
+    clip: float = 1e-4  # of the ratio
+    advantage_clip: float = 5.0
+    epochs: int = 1  # passes over the steps of an iteration
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data of one's own; empty: the emoji pairs that ship."""
+
+    pictures: str = ""  # folder of captioned pictures, or tar shards
+    pairs: str = ""  # preference pairs: parquet, or a folder with a table
+    shuffle: int = 2048  # pictures that a stream is shuffled among
 
 
 @dataclass(frozen=True)
@@ -113,6 +155,10 @@ class Config:
     base: BaseConfig = BaseConfig()
     judge: JudgeConfig = JudgeConfig()
     align: AlignConfig = AlignConfig()
+    lora: LoRAConfig = LoRAConfig()
+    nft: NFTConfig = NFTConfig()
+    ppo: PPOConfig = PPOConfig()
+    data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,6 +199,29 @@ PRESETS: dict[str, Config] = {
         eval=EvalConfig(seeds=1, captions=24, steps=4),
     ),
 }
+
+
+#: What else `--objective` sets: the objectives do not share a learning rate, and small networks with few
+#: updates want a wider trust region than those that the defaults were published for. PPO explores with all
+#: steps, for the ancestral sampler makes another picture of a seed in fewer.
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {},
+    "nft": {"align.lr": 3e-4, "nft.beta": 0.1},
+    "ppo": {"align.lr": 1e-4, "align.timestep_fraction": 1.0, "ppo.clip": 1e-3},
+}
+
+
+def with_objective(config: Config, name: str) -> Config:
+    """`config` with that objective and the settings that suit it.
+
+    >>> with_objective(get_preset("faces16"), "nft").align.objective
+    'nft'
+    """
+    if name not in OBJECTIVES:
+        raise ConfigError(f"align.objective: {name!r} is not known{nearest(name, OBJECTIVES)}")
+    for key, value in {"align.objective": name, **OBJECTIVES[name]}.items():
+        config = with_value(config, key, value)
+    return with_value(config, "align.explore_steps", config.align.steps) if name == "ppo" else config
 
 
 def get_preset(name: str) -> Config:
@@ -232,128 +301,3 @@ def from_dict(data: dict[str, Any]) -> Config:
         else:
             config = with_value(config, name, value)
     return config
-
-
-#: Fields that must be larger than 0.
-_POSITIVE = (
-    "size",
-    "model.unshuffle",
-    "model.layers_per_block",
-    "model.norm_num_groups",
-    "diffusion.timesteps",
-    "diffusion.chunk",
-    "base.steps",
-    "base.batch",
-    "base.checkpoint_every",
-    "base.lr",
-    "base.clip",
-    "judge.steps",
-    "judge.batch",
-    "align.prompts",
-    "align.seeds",
-    "align.batch",
-    "align.timesteps",
-    "align.lr",
-    "align.clip",
-    "align.beta",
-    "align.explore_steps",
-    "align.steps",
-    "align.fidelity_every",
-    "eval.seeds",
-    "eval.steps",
-)
-
-
-def check(config: Config) -> Config:
-    """Return `config` if a run can be made of it, else raise `ConfigError`: a sentence with the value and
-    the fix.
-    """
-    get_schedule(config.diffusion.schedule, 1)
-    check_prediction(config.diffusion.prediction)
-    steps = config.diffusion.timesteps
-    for name in _POSITIVE:
-        value = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name}: is {value}, but it must be positive and finite")
-        if name.endswith("steps") and name not in ("base.steps", "judge.steps") and value > steps:
-            raise ConfigError(
-                f"{name}: is {value}, but a schedule of {steps} timesteps (diffusion.timesteps) has no more "
-                f"steps than that; use {steps} at most"
-            )
-    for holds, sentence in [*_model_rules(config), *_training_rules(config), *_align_rules(config)]:
-        if not holds:
-            raise ConfigError(sentence)
-    for pattern, track in config.route.items():
-        if track not in TRACKS:
-            raise ConfigError(f"route: pattern {pattern!r} has track {track!r}{nearest(track, TRACKS)}")
-    return config
-
-
-def _model_rules(c: Config) -> list[tuple[bool, str]]:
-    m, levels = c.model, len(c.model.block_out_channels)
-    side = c.size // m.unshuffle
-    return [
-        (
-            32 % c.size == 0 and c.size >= 8,
-            f"size: {c.size} does not divide the pictures' 32 pixels; use 8, 16 or 32",
-        ),
-        (
-            c.size % m.unshuffle == 0,
-            f"model.unshuffle: {m.unshuffle} does not divide size {c.size}; use 1, 2 or 4",
-        ),
-        (
-            levels > 0 and side % 2 ** max(levels - 1, 0) == 0,
-            f"model.block_out_channels: {levels} levels halve {side} pixels {levels - 1} times, which does "
-            "not go; "
-            "use fewer levels or a larger size",
-        ),
-        (
-            len(m.attention) == levels,
-            f"model.attention: has {len(m.attention)} entries for {levels} levels; give one a level",
-        ),
-        (
-            all(n > 0 and n % m.norm_num_groups == 0 for n in m.block_out_channels),
-            f"model.norm_num_groups: {m.norm_num_groups} does not divide block_out_channels "
-            f"{m.block_out_channels}; "
-            "use a common divisor",
-        ),
-    ]
-
-
-def _training_rules(c: Config) -> list[tuple[bool, str]]:
-    b, width = c.base, c.judge.width
-    return [
-        (c.winner in ("noto", "twemoji"), f"winner: {c.winner!r} is not a style; use noto or twemoji"),
-        (
-            c.eval.captions == 0 or c.eval.captions >= 2,
-            f"eval.captions: is {c.eval.captions}, but an interval needs 2 captions; give 0 for all of them",
-        ),
-        (0 <= b.decay <= 1, f"base.decay: is {b.decay}, but it is a share from 0 to 1"),
-        (0 <= b.drop_caption <= 1, f"base.drop_caption: is {b.drop_caption}, but it is a share from 0 to 1"),
-        (0 <= b.ema < 1, f"base.ema: is {b.ema}, but a decay is at least 0 and under 1"),
-        (width >= 8 and width % 8 == 0, f"judge.width: is {width}, but it must be a multiple of 8"),
-    ]
-
-
-def _align_rules(c: Config) -> list[tuple[bool, str]]:
-    a = c.align
-    return [
-        (
-            a.keep % 2 == 0 and 2 <= a.keep <= a.seeds,
-            f"align.keep: is {a.keep} of {a.seeds} seeds; give an even number from 2 to align.seeds",
-        ),
-        (
-            0 < a.timestep_fraction <= 1,
-            f"align.timestep_fraction: is {a.timestep_fraction}, but it is a share over 0, at most 1",
-        ),
-        (0 <= a.decay <= 1, f"align.decay: is {a.decay}, but it is a share from 0 to 1"),
-        (a.iterations >= 0, f"align.iterations: is {a.iterations}, but it cannot be negative"),
-        (a.retries >= 0, f"align.retries: is {a.retries}, but it cannot be negative"),
-        (a.select in SELECT, f"align.select: {a.select!r} is not known{nearest(a.select, SELECT)}"),
-        (
-            a.explore_track in ("fp4", "bf16"),
-            f"align.explore_track: {a.explore_track!r} is not a track to explore on; use fp4 or bf16",
-        ),
-    ]

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: one step of the base training, one of DPO, pictures from the weights.
+"""The arithmetic of a run: one step of the base training, one of policy training, pictures from the weights.
 
 An engine holds weights, their average and the optimizer's moments, and nothing else of a run. `HostEngine`
 keeps them in NumPy arrays; `device.CudaEngine` has the same methods on a GPU. Checkpoints hold host arrays by
@@ -7,22 +7,23 @@ name, so that either goes on where the other stopped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..align.dpo import dpo_backward
 from ..diffusion.ema import EMA
 from ..diffusion.losses import squared_error
-from ..diffusion.noise import integers, normal, uniform
+from ..diffusion.noise import integers, normal, subseed, uniform
 from ..errors import ShapeError
+from ..nn.lora import LoRA
 from ..nn.optim import AdamW, clip_norm
 from .checkpoint import give, take
 from .config import Config
 from .denoiser import Denoiser
+from .host_policy import HostPolicy
+from .policy import StepResult
 
 
 @dataclass(frozen=True)
@@ -47,47 +48,21 @@ class BaseData:
         return row, t, uniform(self.seeds["drop"], step, (batch, 1))[:, 0] >= drop_caption
 
 
-@dataclass(frozen=True)
-class PairData:
-    """The comparisons of one iteration of DPO, in the order in which they are taken.
+class HostEngine(HostPolicy):
+    """The network on the CPU.
 
-    chosen, rejected: folded pictures, one a pair; captions: bags, one a pair; row, t: pair and noise level of
-    each comparison; noise: (seed, step) of all their noise.
+    `parameters`: what is trained, the network's or, while aligning with ``align.parameters = "lora"``, those
+    of adapters beside it (`lora`), which leave the network as the reference. `old`: NFT's old policy, flat.
     """
-
-    chosen: np.ndarray
-    rejected: np.ndarray
-    captions: np.ndarray
-    row: np.ndarray
-    t: np.ndarray
-    noise: tuple[int, int]
-
-    def __len__(self) -> int:
-        return len(self.row)
-
-
-class StepResult(NamedTuple):
-    """Loss, norm of the gradient before clipping (one not finite: nothing was updated), further numbers."""
-
-    loss: float
-    norm: float
-    stats: dict[str, float]
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
-
-class HostEngine:
-    """The network on the CPU."""
 
     device = "cpu"
 
     def __init__(self, model: Denoiser, config: Config):
         self.model, self.config = model, config
         self.parameters = model.unet.flat
-        self.ema = EMA(self.parameters.data, config.base.ema)
-        self._eps: np.ndarray | None = None
+        self.ema: EMA | None = EMA(self.parameters.data, config.base.ema)
+        self.lora: LoRA | None = None
+        self.old: np.ndarray | None = None
         self._renew(aligning=False)
 
     def _renew(self, aligning: bool) -> None:
@@ -98,6 +73,22 @@ class HostEngine:
             if aligning
             else AdamW(self.parameters.data, base.lr, weight_decay=base.weight_decay)
         )
+        nft = aligning and self.config.align.objective == "nft"
+        self.old = self.parameters.data.copy() if nft else None
+
+    def _adapt(self, aligning: bool) -> None:
+        """Adapters where they are trained, and none elsewhere. With them the network itself is what the base
+        training found, and no average is kept beside it.
+        """
+        c, flat = self.config, self.model.unet.flat
+        if self.lora is not None:
+            self.lora.detach()
+            self.lora, self.parameters = None, flat
+        if aligning and c.align.parameters == "lora":
+            self.lora = LoRA(self.model.unet, c.lora.rank, c.lora.alpha, subseed(c.seed, "lora"))
+            self.parameters, self.ema = self.lora.flat, None
+        elif self.ema is None:
+            self.ema = EMA(flat.data, c.base.ema)
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -108,38 +99,63 @@ class HostEngine:
 
     @property
     def size(self) -> int:
-        """Number of parameters, with the gaps of the flat buffer."""
-        return self.parameters.data.size
+        """Number of the network's parameters, with the gaps of the flat buffer."""
+        return self.model.unet.flat.data.size
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that are trained: those of the network, or of the adapters."""
+        return sum(p.size for p in self.parameters.named.values())
+
+    @property
+    def average(self) -> np.ndarray:
+        """The averaged weights of the base training, flat: what alignment starts from and stays near."""
+        return self.model.unet.flat.data if self.ema is None else self.ema.average
 
     def memory(self) -> dict[str, float]:
         """Memory of the device for the metrics; of the host nothing, it is measured elsewhere."""
         return {}
 
     def state(self) -> dict[str, np.ndarray]:
-        """All arrays of a checkpoint: ``policy.*``, ``ema.*``, ``adam.first.*``, ``adam.second.*``."""
-        views = self.parameters.views
-        arrays = give(views(self.parameters.data), "policy") | give(views(self.ema.average), "ema")
+        """All arrays of a checkpoint: ``policy.*`` (adapters merged into it), ``ema.*``, ``adam.first.*``,
+        ``adam.second.*``; ``lora.*`` (adapters) and ``old.*`` (the old policy) where there are such.
+        """
+        base, views = self.model.unet.flat, self.parameters.views
+        policy = base.views(base.data) if self.lora is None else self.lora.merged_state()
+        arrays = give(policy, "policy") | give(base.views(self.average), "ema")
+        if self.lora is not None:
+            arrays |= give(views(self.parameters.data), "lora")
         for name, moment in self.optimizer.state().items():
             arrays |= give(views(moment), f"adam.{name}")
-        return arrays
+        return arrays if self.old is None else arrays | give(views(self.old), "old")
 
     def restore(self, arrays: dict[str, np.ndarray], updates: int, aligning: bool) -> None:
         """Take up what `state` gave; `ShapeError` where it does not fit."""
+        self._adapt(aligning)
         self._renew(aligning)
-        self.model.unet.load_state_dict(take(arrays, "policy"))
-        restore_flat(self.parameters, take(arrays, "ema"), self.ema.average)
+        if self.lora is None:
+            self.model.unet.load_state_dict(take(arrays, "policy"))
+            restore_flat(self.parameters, take(arrays, "ema"), self.ema.average)
+        else:
+            self.model.unet.load_state_dict(take(arrays, "ema"))
+            restore_flat(self.parameters, take(arrays, "lora"), self.parameters.data)
+            self.parameters.touch()
         for name, moment in self.optimizer.state().items():
             restore_flat(self.parameters, take(arrays, f"adam.{name}"), moment)
-        self.optimizer.count = updates
+        if self.old is not None:
+            restore_flat(self.parameters, take(arrays, "old"), self.old)
+        self.optimizer.count, self._begun = updates, None
 
     def begin_alignment(self, weights: dict[str, np.ndarray] | None = None) -> None:
-        """What is aligned, and what DPO stays near, is the average of the weights, or `weights` from
-        elsewhere; the optimizer starts anew.
+        """What is aligned, and what it stays near, is the average of the weights, or `weights` from
+        elsewhere; the optimizer starts anew, the old policy is the policy.
         """
+        flat, average = self.model.unet.flat, self.average
         if weights is not None:
-            restore_flat(self.parameters, weights, self.ema.average)
-        self.parameters.data[...] = self.ema.average
-        self.parameters.touch()
+            restore_flat(flat, weights, average)
+        flat.data[...] = average
+        flat.touch()
+        self._adapt(aligning=True)
         self._renew(aligning=True)
 
     # ------------------------------------------------------------------------------------------------ steps
@@ -157,34 +173,6 @@ class HostEngine:
         result = StepResult(loss, clip_norm(self.parameters.grad, c.clip), {})
         if self._update(result, lr):
             self.ema.update(self.parameters.data, step)
-        return result
-
-    def begin_pairs(self, data: PairData) -> None:
-        """Make ready for the comparisons of one iteration."""
-        seed, step = data.noise
-        self._eps = normal(seed, step, (len(data), *self.model.shape))
-
-    def dpo_step(self, data: PairData, some: slice, lr: float) -> StepResult:
-        """One step of DPO on the comparisons `some` of those begun."""
-        c, model = self.config.align, self.model
-        row = data.row[some]
-        model.unet.zero_grad()
-        found = dpo_backward(
-            model.policy,
-            model.reference(self.ema.average),
-            data.chosen[row],
-            data.rejected[row],
-            data.captions[row],
-            data.t[some],
-            self._eps[some],
-            model.schedule,
-            model.prediction,
-            c.beta,
-            c.hold,
-            self.config.model.unshuffle**2,
-        )
-        result = StepResult(found.loss, clip_norm(self.parameters.grad, c.clip), found.stats)
-        self._update(result, lr)
         return result
 
     def _update(self, result: StepResult, lr: float) -> bool:

@@ -9,28 +9,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .pictures import grid, png
+from .checkpoint import write_atomic
+from .evaluate import by_probability, cases, unit
+from .intervals import difference_interval, paired_gain, wilson
+from .pictures import grid
 from .report import build_report
 from .state import Run, peak_rss_mb
 
 GALLERY = 24  # pairs of pictures shown
-
-
-def paired_gain(base: np.ndarray, aligned: np.ndarray, captions: list[str]) -> tuple[float, float, float]:
-    """Gain of the share of wins (probability > 0.5), in percentage points, with its 95 % interval.
-
-    Pictures are paired by their noise. Pictures of one caption are not independent, so the interval is the
-    normal one of the means by caption (cluster-robust).
-
-    >>> paired_gain(np.zeros(4), np.array([0.0, 0.0, 1.0, 1.0]), ["a", "b", "a", "b"])
-    (50.0, 50.0, 50.0)
-    """
-    difference = (aligned > 0.5).astype(float) - (base > 0.5)
-    _, index = np.unique(np.array(captions), return_inverse=True)
-    means = np.bincount(index, difference) / np.bincount(index)
-    gain = 100 * float(difference.mean())
-    half = 196 * float(means.std(ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else float("nan")
-    return gain, gain - half, gain + half
 
 
 def _stage_seconds(lines: list[dict[str, Any]]) -> dict[str, float]:
@@ -47,16 +33,7 @@ def _stage_seconds(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 def summarize(run: Run) -> dict[str, Any]:
     """The headline numbers."""
-    from .evaluate import cases
-
-    base, aligned, captions = run.results["base"], run.results["aligned"], cases(run)[0]
-    gain, low, high = paired_gain(run.arrays["base.heldout"], run.arrays["aligned.heldout"], captions)
-    fidelity = run.results.get("fidelity", [])
-
-    def mean(key: str) -> float | None:
-        values = [f[key] for f in fidelity if f.get(key) is not None and math.isfinite(f[key])]
-        return sum(values) / len(values) if values else None
-
+    base, aligned = run.results["base"], run.results["aligned"]
     rows = [
         {
             "name": name,
@@ -70,26 +47,67 @@ def summarize(run: Run) -> dict[str, Any]:
     ]
     lines = run.folder.metrics()
     return {
-        "pictures": len(captions),
-        "heldout_base": base["heldout"],
-        "heldout": aligned["heldout"],
-        "heldout_gain": gain,
-        "heldout_gain_low": low,
-        "heldout_gain_high": high,
-        "heldout_probability_base": base["heldout_probability"],
-        "heldout_probability": aligned["heldout_probability"],
+        "objective": run.config.align.objective,
+        "rewards": run.panel.name,
+        "pictures": len(run.arrays["base.heldout"]),
+        **_gain(run),
         "reward_base": base["reward"],
         "reward": aligned["reward"],
         "judge_accuracy": run.results.get("judge_accuracy", {}),
-        "spearman_fp4": mean("fidelity/fp4/spearman"),
-        "spearman_bf16": mean("fidelity/bf16/spearman"),
-        "hit_best_fp4": mean("fidelity/fp4/hit_best"),
-        "hit_best_bf16": mean("fidelity/bf16/hit_best"),
+        **_fidelity(run),
+        **_success(run.counters),
+        "taken_back": int(run.counters.get("taken_back", 0)),
         "guards": rows,
         "guards_broken": [row["name"] for row in rows if not row["holds"]],
         "unhealthy": sum(int(line.get("unhealthy") or 0) for line in lines),
         "stage_seconds": _stage_seconds(lines),
         "peak_rss_mb": max([peak_rss_mb(), *(line.get("peak_rss_mb") or 0 for line in lines)]),
+    }
+
+
+def _gain(run: Run) -> dict[str, Any]:
+    """What the held-out judge says: points of its share of wins, or the mean change in its own unit."""
+    base, aligned = run.results["base"], run.results["aligned"]
+    scores, captions = (run.arrays["base.heldout"], run.arrays["aligned.heldout"]), cases(run)[0]
+    found = {"heldout_base": base["heldout"], "heldout": aligned["heldout"]}
+    if by_probability(run.panel):
+        gain, kind = paired_gain(*scores, captions), "points"
+        for name, results in (("_base", base), ("", aligned)):
+            found[f"heldout_probability{name}"] = results["heldout_probability"]
+    else:
+        change = difference_interval(*scores, captions)
+        gain, kind = (change.value, change.low, change.high), unit(run.panel)
+    names = ("heldout_gain", "heldout_gain_low", "heldout_gain_high")
+    return found | dict(zip(names, gain, strict=True)) | {"heldout_unit": kind}
+
+
+def _fidelity(run: Run) -> dict[str, float | None]:
+    """Means over the iterations in which it was measured; None where it was not."""
+    measured = run.results.get("fidelity", [])
+
+    def mean(key: str) -> float | None:
+        values = [f[key] for f in measured if f.get(key) is not None and math.isfinite(f[key])]
+        return sum(values) / len(values) if values else None
+
+    return {
+        f"{short}_{track}": mean(f"fidelity/{track}/{short}")
+        for short in ("spearman", "hit_best")
+        for track in ("fp4", "bf16")
+    }
+
+
+def _success(counters: dict[str, float]) -> dict[str, Any]:
+    """Share of all rollouts that gave a good picture in the end, with Wilson's interval."""
+    total = int(counters.get("rollouts", 0))
+    if not total:
+        return {}
+    share = wilson(total - int(counters["lost"]), total)
+    return {
+        "rollouts": total,
+        "retried": int(counters["retried"]),
+        "success_rate": share.value,
+        "success_low": share.low,
+        "success_high": share.high,
     }
 
 
@@ -116,8 +134,6 @@ def finish(run: Run) -> None:
 
 def write_report(run: Run) -> None:
     """``report.html`` and a grid of pairs, from what the run holds."""
-    from .evaluate import cases
-
     captions, _ = cases(run)
     base, aligned = run.arrays["base.pictures"], run.arrays["aligned.pictures"]
     shown = np.linspace(0, len(set(captions)) - 1, min(GALLERY, len(set(captions)))).astype(int)
@@ -133,11 +149,16 @@ def write_report(run: Run) -> None:
     ]
     white = np.full((len(shown), base.shape[1], 1, 3), 255, np.uint8)
     both = np.concatenate([base[shown], white, aligned[shown]], 2)  # a pair stands closer than its neighbours
-    (run.folder.samples / "pairs.png").write_bytes(png(grid(both, columns=6, gap=4), scale=4))
-    page = build_report(
-        json.dumps(run.config.to_dict(), indent=2), run.folder.metrics(), pairs, _facts(run)
-    )
-    run.folder.report_file.write_text(page, encoding="utf-8")
+    run.folder.picture("pairs", grid(both, columns=6, gap=4), scale=4)
+    page = build_report(json.dumps(run.config.to_dict(), indent=2), run.folder.metrics(), pairs, _facts(run))
+    write_atomic(run.folder.report_file, page.encode())
+
+
+_RULE = {
+    "dpo": "paired for Diffusion-DPO",
+    "nft": "weighed against each other by DiffusionNFT",
+    "ppo": "whose steps PPO makes more or less likely (DDPO)",
+}
 
 
 def _facts(run: Run) -> list[str]:
@@ -148,12 +169,24 @@ def _facts(run: Run) -> list[str]:
     if run.engine.device != "cpu":
         gpu = run.engine.device.removeprefix("cuda: ")
         where = f"The network ran on a GPU ({gpu}), the judges on the CPU."
-    return [
+    toward = f"{config.winner.capitalize()} by preferences that a judge gives to its own pictures"
+    if run.panel.name != "style":
+        toward = f"more of the reward {run.panel.name!r}"
+    first = (
         f"Preset {config.preset}, seed {config.seed}: a diffusion model of {config.size} x {config.size} "
-        f"pixels {learns} {len(run.train_pairs)} captions in the drawing styles of two emoji sets, Noto and "
-        f"Twemoji, without being told which is which. Then it moves towards {config.winner.capitalize()} by "
-        f"preferences that a judge gives to its own pictures.",
+        f"pixels {learns} {run.task.facts}. Then it moves towards {toward}."
+    )
+    if a.pairs == "data":
+        return [first, f"In each of {a.iterations} iterations it learns from pairs that others judged, by "
+                f"Diffusion-DPO. {where}"]  # fmt: skip
+    again = (
+        f"{a.keep} of {a.seeds} are made again in {a.steps} steps on the BF16 track, scored anew and "
+        f"{_RULE[a.objective]}"
+        if a.train_on == "bf16"
+        else f"{a.keep} of {a.seeds} are themselves what it learns from, {_RULE[a.objective]}"
+    )
+    return [
+        first,
         f"In each of {a.iterations} iterations, {a.prompts} prompts x {a.seeds} seeds are explored in "
-        f"{a.explore_steps} steps on the {a.explore_track.upper()} track; {a.keep} of {a.seeds} are made "
-        f"again in {a.steps} steps on the BF16 track, scored anew and paired for Diffusion-DPO. {where}",
+        f"{a.explore_steps} steps on the {a.explore_track.upper()} track; {again}. {where}",
     ]

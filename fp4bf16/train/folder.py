@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from ..backends.threads import blas_name, num_threads
 from ..errors import CheckpointError, ConfigError
 from . import checkpoint
 from .config import Config
+from .journal import Journal
+from .loggers import Loggers, open_loggers
+from .pictures import png
 
 
 def versions() -> dict[str, str]:
@@ -35,19 +39,21 @@ class RunFolder:
 
     `open` makes it, or takes up what is there if it is the same run. ``metrics.jsonl`` gets one JSON object
     a line; a resumed run first drops the lines that its checkpoint does not know, so that no step is there
-    twice.
+    twice. The last two checkpoints are kept: where the newest is damaged, the run goes on from the one
+    before. ``rollout.jsonl`` is the journal of what is done but in no checkpoint yet.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.config_file, self.metrics_file = self.path / "config.json", self.path / "metrics.jsonl"
-        self.checkpoint_file, self.report_file = (
-            self.path / "checkpoint.safetensors",
-            self.path / "report.html",
-        )
-        self.samples = self.path / "samples"
+        self.checkpoint_file = self.path / "checkpoint.safetensors"
+        self.previous_file = self.path / "checkpoint.previous.safetensors"
+        self.report_file, self.samples = self.path / "report.html", self.path / "samples"
+        self.journal = Journal(self.path / "rollout.jsonl")
         self.lines = 0
-        self._metrics: Any = None
+        self.warnings: list[str] = []  # what `open` found damaged, in sentences
+        self._loggers = Loggers()
+        self._metrics: int | None = None
         self._lock: Any = None
 
     def open(
@@ -56,16 +62,16 @@ class RunFolder:
         """Take the folder for `config`; the checkpoint in it (arrays, meta), or None for a fresh start.
 
         device: what the run is computed on. start: which weights it begins with (``from``, ``weights``).
+        A damaged checkpoint is put aside where the one before it is good; `notes` says so.
 
         Raises `ConfigError` when the folder belongs to another configuration, holds something else, or
-        cannot be written, `CheckpointError` when its checkpoint cannot be read. Nothing in it is changed
+        cannot be written, `CheckpointError` when neither checkpoint can be read. Nothing in it is changed
         then.
         """
         self._make()
         self._take_lock()
-        for torn in self.path.glob(
-            ".*.tmp"
-        ):  # a write that a crash cut short; the lock says that nobody is at it
+        # Writes that a crash cut short; the lock says that nobody is at them.
+        for torn in (*self.path.glob(".*.tmp"), *self.samples.glob(".*.tmp")):
             torn.unlink()
         others = [p.name for p in self.path.iterdir() if not p.name.startswith(".")]
         if not self.config_file.exists():
@@ -78,16 +84,38 @@ class RunFolder:
         else:
             self._compare(config)
             self._compare_start(start)
-        resumed = None
+        found = checkpoint.load_last(self.checkpoint_file, self.previous_file)
+        if found is None:
+            self._open_metrics(0)
+            self.journal.clear()
+            return None
+        arrays, meta, wrong = found
+        if meta["config"] != config.to_dict():
+            file = self.previous_file if wrong else self.checkpoint_file
+            raise CheckpointError(
+                f"{file}: was written by another configuration than config.json beside it; name another "
+                f"folder with --out"
+            )
+        self._open_metrics(meta["lines"])
+        if wrong:
+            self._put_aside(wrong, meta)
+        return arrays, meta
+
+    def _put_aside(self, wrong: str, meta: dict[str, Any]) -> None:
+        """Keep the damaged checkpoint under another name, and say which one is taken."""
+        kept = ""
         if self.checkpoint_file.exists():
-            resumed = checkpoint.load_run(self.checkpoint_file)
-            if resumed[1].get("config") != config.to_dict():
-                raise CheckpointError(
-                    f"{self.checkpoint_file}: was written by another configuration than config.json "
-                    f"beside it; name another folder with --out"
-                )
-        self._open_metrics(resumed[1]["lines"] if resumed else 0)
-        return resumed
+            number, aside = 1, self.path / "checkpoint.damaged.safetensors"
+            while aside.exists():
+                number += 1
+                aside = self.path / f"checkpoint.damaged.{number}.safetensors"
+            os.replace(self.checkpoint_file, aside)
+            checkpoint.flush_folder(self.path)
+            kept = f"; it is kept as {aside.name}"
+        self.warnings.append(
+            f"{self.checkpoint_file}: {wrong}{kept}. The run goes on from {self.previous_file.name}, which "
+            f"was written at stage {meta['stage']}, step {meta['step']}"
+        )
 
     def _make(self) -> None:
         try:
@@ -134,14 +162,15 @@ class RunFolder:
         """What ``config.json`` holds; `ConfigError` where it is missing or no JSON."""
         try:
             content = json.loads(self.config_file.read_text(encoding="utf-8"))
-            if not isinstance(content.get("config"), dict):
-                raise ValueError("no object 'config'")
+            for name in ("config", "versions", "start"):
+                if not isinstance(content.get(name, None if name == "config" else {}), dict):
+                    raise ValueError(f"no object {name!r}")
             return content
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path}: there is no config.json, so it is not the folder of a run"
             ) from None
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{self.config_file}: cannot be read ({error}); name another folder") from error
 
     def _compare(self, config: Config) -> None:
@@ -169,8 +198,10 @@ class RunFolder:
         )
 
     def notes(self, device: str = "cpu") -> list[str]:
-        """Sentences about what has changed since the run began and may keep it from being bit-identical."""
-        before, now, notes = self.read_config(), versions(), []
+        """Sentences about what `open` found damaged, and about what has changed since the run began and may
+        keep it from being bit-identical.
+        """
+        before, now, notes = self.read_config(), versions(), list(self.warnings)
         if (was := before.get("device", "cpu")) != device:
             notes.append(
                 f"the run began on {was} and goes on on {device}: the result will not be bit-identical"
@@ -192,33 +223,79 @@ class RunFolder:
 
     def _open_metrics(self, keep: int) -> None:
         """Keep the first `keep` lines of the metrics and go on writing after them."""
-        kept: list[bytes] = []
-        if self.metrics_file.exists():
-            kept = self.metrics_file.read_bytes().splitlines(keepends=True)[:keep]
-            if len(kept) < keep or (kept and not kept[-1].endswith(b"\n")):
-                raise CheckpointError(
-                    f"{self.metrics_file}: has {len(kept)} lines but the checkpoint was written after "
-                    f"{keep}; restore the file or name another folder"
-                )
-        elif keep:
+        there = self.metrics_file.exists()
+        kept = self.metrics_file.read_bytes().splitlines(keepends=True)[:keep] if there else []
+        if keep and not there:
             raise CheckpointError(
                 f"{self.metrics_file}: is missing but the checkpoint was written after {keep} lines of "
                 f"it; restore the file or name another folder"
             )
-        checkpoint.write_atomic(self.metrics_file, b"".join(kept))
+        if len(kept) < keep or (kept and not kept[-1].endswith(b"\n")):
+            raise CheckpointError(
+                f"{self.metrics_file}: has {len(kept)} lines but the checkpoint was written after "
+                f"{keep}; restore the file or name another folder"
+            )
+        self._metrics = os.open(self.metrics_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.ftruncate(self._metrics, sum(map(len, kept)))  # in place: on a full disk it must work too
+        os.fsync(self._metrics)
+        checkpoint.flush_folder(self.path)
         self.lines = len(kept)
-        self._metrics = open(self.metrics_file, "a", encoding="utf-8")
+
+    def log_to(self, names: Sequence[str], say: Callable[[str], None]) -> None:
+        """Give what follows to further loggers as well (`loggers.LOGGERS`); `say` tells of one that fails.
+
+        To be called after `open`. Raises as `loggers.check_loggers`.
+        """
+        config = self.read_config()["config"]
+        self._loggers = Loggers(open_loggers(names, self.path, config, self.lines), say)
 
     def log(self, **values: Any) -> None:
-        """Append one line to ``metrics.jsonl``."""
-        self._metrics.write(json.dumps(values, allow_nan=True) + "\n")
-        self._metrics.flush()
+        """Append one line to ``metrics.jsonl``, and give its numbers to the loggers.
+
+        Raises `OSError` on a full disk; the file then ends with the line before.
+        """
+        self._still_there()
+        line = (json.dumps(values, allow_nan=True) + "\n").encode()
+        size = os.fstat(self._metrics).st_size
+        try:
+            checkpoint.write_all(self._metrics, line)
+        except OSError:
+            os.ftruncate(self._metrics, size)
+            raise
         self.lines += 1
+        self._loggers.log(self.lines, values)
+
+    def picture(self, name: str, sheet: np.ndarray, scale: int = 1) -> None:
+        """Write ``samples/NAME.png`` from uint8 (H, W, 3), each pixel `scale` x `scale`, and give the picture
+        to the loggers.
+        """
+        self._still_there()
+        self.samples.mkdir(exist_ok=True)
+        checkpoint.write_atomic(self.samples / f"{name}.png", png(sheet, scale))
+        self._loggers.pictures(self.lines, name, sheet.repeat(scale, 0).repeat(scale, 1))
 
     def save(self, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
-        """Write the checkpoint; the metrics up to here are on the disk before it is."""
-        os.fsync(self._metrics.fileno())
-        checkpoint.save(self.checkpoint_file, arrays, {**meta, "lines": self.lines})
+        """Write the checkpoint, keeping the one before; the metrics up to here are on the disk before it is.
+
+        Raises `OSError` on a full disk; both checkpoints are then as they were.
+        """
+        self._still_there()
+        os.fsync(self._metrics)
+        checkpoint.save(self.checkpoint_file, arrays, {**meta, "lines": self.lines}, self.previous_file)
+
+    def _still_there(self) -> None:
+        """An open file takes lines even when it has been removed: nobody would ever see them."""
+        if os.fstat(self._metrics).st_nlink:
+            return
+        if not self.path.is_dir():
+            raise CheckpointError(
+                f"--out {self.path}: the folder was removed while the run was writing to it, and what it "
+                f"held is lost; give the same command again to start anew"
+            )
+        raise CheckpointError(
+            f"{self.metrics_file}: was removed while the run was writing to it, and its checkpoints cannot "
+            f"be gone on with without it; restore the file or name another folder"
+        )
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of ``metrics.jsonl`` so far. `CheckpointError` for one that `log` did not write."""
@@ -239,9 +316,12 @@ class RunFolder:
 
     def close(self) -> None:
         """Give the folder back."""
-        for f in (self._metrics, self._lock):
-            if f is not None:
-                f.close()
+        self._loggers.close()
+        self.journal.close()
+        if self._metrics is not None:
+            os.close(self._metrics)
+        if self._lock is not None:
+            self._lock.close()
         self._metrics = self._lock = None
 
 

@@ -69,6 +69,7 @@ MEASURED = {
     "pixel_distance": "kernel distance of their pixel statistics to the winning style's",
     "pattern_2x2": "amplitude of their mean 2 x 2 pixels: a fine dot grid",
     "pattern_4x4": "how far their mean 4 x 4 pixels depart from the real pictures'",
+    "slope": "how steeply the power of their spectrum falls, in decades a decade",
     "contrast": "mean standard deviation of the luma, on [-1, 1]",
     "colourfulness": "mean of Hasler and Suesstrunk's measure, on 0 to 255",
 }
@@ -111,24 +112,27 @@ def build_report(
 def _head(summary: dict, facts: Sequence[str]) -> str:
     lines = "".join(f"<p class=lead>{html.escape(fact)}</p>" for fact in facts)
     state = "" if summary else '<p class="bad">This run has not reached its end; what is there is shown.</p>'
-    return f"<h1>Explored in FP4, trained in BF16, aligned by DPO</h1>{lines}{state}"
+    by = (summary.get("objective") or "dpo").upper()
+    return f"<h1>Explored in FP4, trained in BF16, aligned by {by}</h1>{lines}{state}"
 
 
 def _tiles(summary: dict) -> str:
     if not summary:
         return ""
     gain, low, high = (summary.get(k) for k in ("heldout_gain", "heldout_gain_low", "heldout_gain_high"))
-    broken = summary.get("guards_broken") or []
+    broken, share = summary.get("guards_broken") or [], _by_share(summary)
+    change = _signed if share else _change
+    reward = "mean probability of what is wanted" if share else html.unescape(summary.get("rewards") or "")
     tiles = [
         (
-            f"{_signed(gain)} points",
-            f"held-out judge, share of pictures in the winning style; 95 % interval "
-            f"{_signed(low)} to {_signed(high)}",
+            f"{change(gain)} {summary.get('heldout_unit', 'points')}",
+            f"held-out judge, {'share of wins' if share else 'mean'}; 95 % interval {change(low)} to "
+            f"{change(high)}",
             False,
         ),
         (
             f"{number(summary.get('reward_base'))} → {number(summary.get('reward'))}",
-            "reward judge, mean probability of the winning style",
+            f"reward: {reward}",
             False,
         ),
         (
@@ -138,9 +142,10 @@ def _tiles(summary: dict) -> str:
         ),
         (
             "all hold" if not broken else f"{len(broken)} broken",
-            "guards that no network enters" + (": " + ", ".join(broken) if broken else ""),
+            "guards that no network enters" + (": " + ", ".join(broken) if broken else _taken_back(summary)),
             bool(broken),
         ),
+        *_success(summary),
         (
             f"{number(summary.get('seconds'))} s",
             f"total; largest memory {number(summary.get('peak_rss_mb'))} MB",
@@ -153,6 +158,27 @@ def _tiles(summary: dict) -> str:
         for value, text, bad in tiles
     )
     return f'<div class="tiles">{cells}</div>'
+
+
+def _by_share(summary: dict) -> bool:
+    return summary.get("heldout_unit", "points") == "points"
+
+
+def _taken_back(summary: dict) -> str:
+    count = summary.get("taken_back") or 0
+    return f"; {count} iterations that broke one were taken back" if count else ""
+
+
+def _success(summary: dict) -> list[tuple[str, str, bool]]:
+    if summary.get("success_rate") is None:
+        return []
+    low, high = 100 * summary["success_low"], 100 * summary["success_high"]
+    text = f"of {summary['rollouts']} rollouts gave a good picture; 95 % interval {low:.2f} to {high:.2f} %"
+    return [(f"{100 * summary['success_rate']:.2f} %", text, False)]
+
+
+def _change(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:+.3g}".replace("-", "−")
 
 
 def _signed(value: float | None) -> str:
@@ -179,7 +205,7 @@ def _gallery(pairs: Sequence[dict[str, Any]]) -> str:
     return (
         "<h2>Before and after</h2><p>Each pair starts from the same noise: the base model on the left, the "
         "aligned "
-        "one on the right, with the held-out judge's probability of the winning style. Chosen by position "
+        "one on the right, with what the held-out judge says. Chosen by position "
         "in the "
         f'list, not by score.</p><div class="gallery">{"".join(cells)}</div>'
     )
@@ -216,30 +242,7 @@ def _curves(stages: dict[str, list[dict]]) -> str:
     start = [line["pixel_distance"] for line in probe[:1] if line.get("pixel_distance")]
     charts = [
         _base_curve(stages.get("base", [])),
-        _curve(
-            probe,
-            {"reward judge": "reward", "held-out": "heldout"},
-            "probability",
-            "Mean probability of the winning style on the same probe pictures after every iteration: the "
-            "judge that "
-            "gives the reward, and the one that nothing was trained on.",
-            limits=(0, 1),
-        ),
-        _curve(
-            align,
-            {"best": "reward/best", "explored": "reward/explored", "worst": "reward/worst"},
-            "log-odds",
-            "Reward of all explored rollouts, and of the better and the worse half of those that were made "
-            "again in "
-            "BF16 (these are the labels).",
-        ),
-        _curve(
-            align,
-            {"loss": "loss", "accuracy": "rewards/accuracies"},
-            "DPO",
-            "DPO loss (ln 2 before the first update) and share of pairs with a positive margin.",
-            marks=[(float(np.log(2)), "ln 2")],
-        ),
+        *_reward_curves(stages.get("summary", [{}])[-1], probe, align),
         _curve(
             probe,
             {"distance": "pixel_distance"},
@@ -256,6 +259,47 @@ def _curves(stages: dict[str, list[dict]]) -> str:
         ),
     ]
     return f'<h2>How it went</h2><div class="charts">{"".join(charts)}</div>'
+
+
+#: objective -> its curves: columns of the metrics, name of the axis, what they are, a line to compare with.
+_OBJECTIVES = {
+    "dpo": (
+        {"loss": "loss", "accuracy": "rewards/accuracies"},
+        "DPO",
+        "DPO loss (ln 2 before the first update) and share of pairs with a positive margin.",
+        [(float(np.log(2)), "ln 2")],
+    ),
+    "nft": ({"loss": "loss"}, "NFT", "Loss of DiffusionNFT, with its distance from the reference.", []),
+    "ppo": (
+        {"ratio": "ratio"},
+        "ratio",
+        "Mean ratio of the likelihoods of new and old policy; 1 before the first update.",
+        [(1.0, "1")],
+    ),
+}
+
+
+def _reward_curves(summary: dict, probe: Sequence[dict], align: Sequence[dict]) -> list[str]:
+    share = _by_share(summary)
+    keys, axis, text, marks = _OBJECTIVES[summary.get("objective") or "dpo"]
+    return [
+        _curve(
+            probe,
+            {"reward": "reward", "held-out": "heldout"} if share else {"held-out": "heldout"},
+            "probability" if share else "held-out judge",
+            "What the judges say of the same probe pictures after every iteration"
+            + (": the one that gives the reward, and the one that nothing was trained on." if share else "."),
+            limits=(0, 1) if share else None,
+        ),
+        _curve(
+            align,
+            {"best": "reward/best", "explored": "reward/explored", "worst": "reward/worst"},
+            "reward",
+            "Reward of all explored rollouts, and of the better and the worse half of those that were made "
+            "again in BF16 (these are the labels).",
+        ),
+        _curve(align, keys, axis, text, marks=marks),
+    ]
 
 
 def _base_curve(lines: Sequence[dict]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .config import Config
 from .folder import RunFolder
+from .loggers import check_loggers
 from .progress import Progress
 from .stages import execute
 from .state import Run, Stop, Stopped
@@ -21,19 +23,24 @@ def train(
     progress: Progress | None = None,
     device: str = "cpu",
     start: Start | None = None,
+    log: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run `config` in the folder `out`, from its start or from where it was left. Returns the summary.
 
-    device: "cpu" or "cuda". start: weights to begin with, in place of a base model of the run's own.
+    device: "cpu" or "cuda". start: weights to begin with, in place of a base model of the run's own. log:
+    further loggers, "tensorboard" and "wandb" (`loggers`).
+
     Raises `Stopped` after Ctrl-C or SIGTERM (the state is saved), `ConfigError`, `CheckpointError` and
-    `ImportError` (no CuPy) before anything is changed.
+    `ImportError` (an extra that is missing) before anything is changed.
     """
-    progress = progress or Progress()
+    check_loggers(log)
+    progress, run = progress or Progress(), None
     folder = RunFolder(out)
     try:
         with Stop(progress.say) as stop:
             run = Run(config, folder, progress, stop, device, start)  # it may refuse: nothing is touched yet
             resumed = folder.open(config, run.engine.device, start.identity() if start else None)
+            folder.log_to(log, progress.say)
             if resumed is not None:
                 run.restore(*resumed)
                 for note in folder.notes(run.engine.device):
@@ -47,4 +54,6 @@ def train(
             return execute(run)
     finally:
         progress.end()
+        if run is not None:
+            run.close()
         folder.close()

@@ -1,8 +1,9 @@
 """The state of a run: position, results, checkpoints, interruption. Its weights are in an engine (`engine`).
 
-All randomness is drawn per (seed, purpose, step), so the state is no more than weights, moments and a
-position. The stages move the run on; after each step they call `Run.done`, the only place where a run can
-be left and taken up.
+All randomness is a pure function of (seed, purpose, step), so no generator has a state to save: a checkpoint
+holds weights, moments, the rewards' networks, the position in each stream of data, and counts. What an
+iteration has explored so far is in the journal of the folder. The stages move the run on; after each step
+they call `Run.done`, the only place where a run can be left and taken up.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from typing import Any
 
 import numpy as np
 
-from ..align.judges import Judge
+from ..align.guards import Guards
+from ..align.panel import Panel
 from ..align.rollout import choose_prompts
 from ..diffusion.noise import subseed
 from ..errors import CheckpointError, ShapeError
 from .checkpoint import give, take
 from .config import Config
-from .data import Pairs, Vocabulary, load_pairs
 from .denoiser import Denoiser
 from .engine import make_engine
 from .folder import RunFolder
+from .journal import Journal
 from .progress import Progress
+from .rules import check_device
+from .task import check_reward, make_task
 from .weights import Start
 
 STAGES = ("base", "judges", "evaluate_base", "align", "evaluate", "finished")
@@ -76,24 +80,25 @@ class Run:
         start: Start | None = None,
     ):
         self.config, self.folder, self.progress, self.stop = config, folder, progress, stop
-        self.pairs: Pairs = load_pairs(config.size)
-        word = config.word or None
-        self.train_pairs = self.pairs.select(role="policy", word=word)
-        evaluated = self.pairs.select(word=word) if word else self.pairs
-        self.eval_captions = tuple(
-            caption
-            for caption, role in zip(evaluated.captions, evaluated.roles, strict=True)
-            if role in ("policy", "evaluation")
-        )
-        choose_prompts(self.train_pairs.captions, config.align.prompts, 0, 0)  # too few: said before training
-        self.model = Denoiser(config, Vocabulary.of(self.train_pairs.captions))
+        check_device(config, device)
+        self.task = make_task(config)
+        self.panel = Panel.parse(config.align.reward)
+        self.panel.require()
+        check_reward(self.task, self.panel)
+        if config.align.pairs == "rollouts":  # too few prompts: said before training
+            choose_prompts(self.task.prompts, config.align.prompts, 0, 0)
+        self.model = Denoiser(config, self.task.words)
         if start is not None:
             start.check(config, self.model)
         self.start = start
         self.engine = make_engine(device, self.model, config)
-        self.judges: dict[str, Judge] = {}
+        self.guards: Guards | None = None  # made when the base's pictures are there
         self.arrays: dict[str, np.ndarray] = {}  # pictures and scores of the evaluations
         self.results: dict[str, Any] = {}  # numbers of the evaluations, needed at the end
+        self.counters: dict[str, float] = {}  # what is counted over the whole run
+        self.router: dict[str, Any] = {}  # what a router decided, kept as it is
+        self._streams: dict[str, Any] = {}
+        self._positions: dict[str, Any] = {}  # of streams that are not open yet
         self.stage, self.step = STAGES[0], 0
         self._began, self._before = time.monotonic(), 0.0
 
@@ -125,6 +130,7 @@ class Run:
         """The stage is complete: go on to the next one, saved."""
         self.stage = stage
         self.done(0, save=True)
+        self.folder.journal.clear()
 
     def begin_with(self, start: Start) -> None:
         """Skip the base training: its model is `start`."""
@@ -132,13 +138,34 @@ class Run:
         self.log(step=0, **start.identity())
         self.enter("judges")
 
+    def stream(self, name: str, source: Any, **which: str | None) -> Any:
+        """The stream of `source` (`sources.Source`) that goes by `name`, from where the checkpoint left it.
+        which: role and word, as `Source.stream` takes them.
+        """
+        if name not in self._streams:
+            self._streams[name] = source.stream(self._positions.get(name), **which)
+        return self._streams[name]
+
+    def close(self) -> None:
+        """End the threads of the streams; their positions stay."""
+        for stream in self._streams.values():
+            stream.close()
+
+    def journal(self, iteration: int) -> Journal:
+        """The journal of the pool of `iteration`, with what an interrupted process left of it; empty unless
+        that was the same iteration, after as many updates, on the same device.
+        """
+        journal = self.folder.journal
+        journal.begin(iteration=iteration, updates=self.engine.updates, device=self.engine.device)
+        return journal
+
     # ------------------------------------------------------------------------------------------ checkpoint
 
     def save(self) -> None:
         """Write the checkpoint: everything that the next step reads."""
         arrays = self.engine.state()
-        for name, judge in self.judges.items():
-            arrays |= give(judge.state_dict(), f"judge.{name}")
+        arrays |= give(self.panel.state_dict(), "panel")
+        opened = {name: stream.state() for name, stream in self._streams.items()}
         meta = {
             "config": self.config.to_dict(),
             "stage": self.stage,
@@ -146,6 +173,9 @@ class Run:
             "updates": self.engine.updates,
             "words": list(self.model.vocabulary.words),
             "results": self.results,
+            "counters": self.counters,
+            "router": self.router,
+            "streams": self._positions | opened,
         }
         self.folder.save(arrays | give(self.arrays, "result"), meta)
 
@@ -153,10 +183,10 @@ class Run:
         """Take up the state that `save` wrote; `CheckpointError` when it does not fit this configuration."""
         try:
             self.engine.restore(arrays, int(meta["updates"]), aligning=meta["stage"] != "base")
-            for name in ("reward", "heldout"):
-                if state := take(arrays, f"judge.{name}"):
-                    self.judges[name] = Judge.from_state(name, self.config.judge.width, state)
+            self.panel.load_state_dict(take(arrays, "panel"))
             self.arrays, self.results = take(arrays, "result"), meta["results"]
+            self.counters, self.router = meta.get("counters", {}), meta.get("router", {})
+            self._positions = meta.get("streams", {})
             self.stage, self.step = meta["stage"], int(meta["step"])
             if self.stage not in STAGES:
                 raise KeyError(f"stage {self.stage!r}")

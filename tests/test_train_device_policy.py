@@ -1,0 +1,207 @@
+"""Policy training on the emulated GPU: every objective does what the CPU's does, and resumes exactly.
+
+As in test_train_device.py numbers agree to a few parts in a hundred with the CPU's; with the device's own,
+and of what is drawn at random, to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
+pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
+
+from host_cuda import host_cuda  # noqa: E402, F401  (a fixture)
+from test_train_device import gpu, near, pair_of_engines, tiny  # noqa: E402, F401  (a fixture)
+
+from fp4bf16.align.rollout import Rollout  # noqa: E402
+from fp4bf16.errors import ConfigError, ShapeError  # noqa: E402
+from fp4bf16.train import checkpoint  # noqa: E402
+from fp4bf16.train.data import Vocabulary, load_pairs  # noqa: E402
+from fp4bf16.train.denoiser import Denoiser  # noqa: E402
+from fp4bf16.train.device import CudaEngine  # noqa: E402
+from fp4bf16.train.policy import batches, make_data  # noqa: E402
+
+ALL = pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])
+
+
+def aligning(objective: str, *more: str):
+    """(CPU, device) that begin to align from the same weights, after a step of the base training."""
+    settings = f"align.objective={objective}", "align.steps=3", "align.batch=5", *more
+    host, ours, data = pair_of_engines(tiny(*settings))
+    host.base_step(data, 0, 1e-3)
+    ours.restore(host.state(), host.updates, aligning=False)
+    for engine in (host, ours):
+        engine.begin_alignment()
+    return host, ours
+
+
+def rollout_of(engine, prompts: int = 2, keep: int = 3, start: int = 0) -> Rollout:
+    """Pictures of an engine, labelled by their brightness, one of them unhealthy."""
+    captions = list(load_pairs(16).select(role="policy", word="face").captions[:prompts])
+    kept = np.arange(start, start + prompts * keep, dtype=np.uint64)
+    rows = [c for c in captions for _ in range(keep)]
+    pictures = engine.collect(kept, rows, engine.config.align.steps)
+    labels = pictures.mean((1, 2, 3), dtype=np.float64)
+    labels[1], pictures[1] = np.nan, np.nan
+    grid = prompts, keep
+    pictures, labels, kept = pictures.reshape(*grid, 16, 16, 3), labels.reshape(grid), kept.reshape(grid)
+    return Rollout(pictures, labels, kept, captions, kept, labels, np.tile(np.arange(keep), (prompts, 1)))
+
+
+def taught(engine, number: int = 0, lr: float = 1e-3, data=None) -> list:
+    """One iteration from pictures of its own, or from `data`."""
+    if data is None:
+        data = make_data(engine.config, engine, len, rollout_of(engine, start=10 * number), number)
+    engine.begin(data)
+    results = [engine.policy_step(data, some, lr) for some in batches(engine.config, data)]
+    engine.end_iteration(number)
+    return results
+
+
+@ALL
+@pytest.mark.parametrize("schedule", ["cosine", "ve"])
+def test_policy_steps_are_the_cpus(gpu, objective, schedule):  # noqa: F811
+    """The same entries on both: losses, norms and statistics agree, at the first update and after some."""
+    more = "align.beta=20", "ppo.clip=0.2", f"diffusion.schedule={schedule}"
+    host, ours = aligning(objective, *more)
+    data = made = make_data(host.config, host, len, rollout_of(host), 0)
+    if objective == "ppo":  # the GPU's latents are in the scale that its network sees
+        scale = np.append(host.model.schedule.norm[data.timesteps], 1).astype(np.float32)
+        made = dataclasses.replace(data, latents=data.latents / scale.reshape(-1, 1, 1, 1, 1))
+    for number in range(2):
+        for a, b in zip(taught(host, number, 3e-4, data), taught(ours, number, 3e-4, made), strict=True):
+            assert set(a.stats) == set(b.stats) and b.finite
+            assert b.loss == pytest.approx(a.loss, rel=0.05, abs=2e-3)
+            assert b.norm == pytest.approx(a.norm, rel=0.25)
+            for name in [n for n in a.stats if n.startswith(("errors/", "loss/p", "loss/n")) or n == "ratio"]:
+                assert b.stats[name] == pytest.approx(a.stats[name], rel=0.05), name
+            for name in ("kl", "drift"):
+                assert b.stats[name] == pytest.approx(a.stats[name], rel=0.5, abs=1e-6), name
+    assert ours.updates == host.updates >= 2
+    if objective == "nft":
+        want = checkpoint.take(host.state(), "old")
+        for name, a in checkpoint.take(ours.state(), "old").items():
+            assert np.abs(a - want[name]).max() <= ours.updates * 2.1 * 3e-4, name
+
+
+def test_first_batches_of_ppo_have_a_ratio_of_one(gpu):  # noqa: F811
+    """On the device as well, and in a batch that is filled up; the loss is minus the mean advantage."""
+    _, ours = aligning("ppo")
+    results = taught(ours, lr=0.0)
+    assert len(results) == 2  # 5 healthy pictures, 2 steps each, by fives
+    made = rollout_of(ours, prompts=1, keep=4)
+    results += taught(ours, lr=0.0, data=make_data(ours.config, ours, len, made, 1))  # 6 steps, by fives
+    assert len(results) == 4
+    for result in results:
+        assert result.stats["ratio"] == 1.0 and result.norm > 0
+        assert result.stats["ratio_spread"] == result.stats["kl"] == result.stats["drift"] == 0
+        assert result.loss == pytest.approx(-result.stats["advantage"], abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "ve"])
+def test_trajectories_end_on_the_pictures(gpu, schedule):  # noqa: F811
+    """Bit for bit on the same device, in any batch; near the CPU's, in the scale that the network sees."""
+    host, ours = aligning("ppo", f"diffusion.schedule={schedule}", "diffusion.guidance=3")
+    seeds, captions = list(range(6)), ["angry face"] * 6
+    found, cpu = ours.trajectories(seeds, captions, 3), host.trajectories(seeds, captions, 3)
+    np.testing.assert_array_equal(found.pictures, ours.collect(seeds, captions, 3))
+    np.testing.assert_array_equal(
+        ours.draw(seeds, captions, 3, sampler="ancestral", guidance=1.0), found.pictures
+    )
+    np.testing.assert_array_equal(ours.trajectories(seeds[4:], captions[4:], 3).latents, found.latents[:, 4:])
+    np.testing.assert_array_equal(found.timesteps, cpu.timesteps)
+    for i, t in enumerate(found.timesteps):
+        near(found.latents[i] * np.float32(host.model.schedule.norm[t]), cpu.latents[i], 0.05)
+    near(found.latents[-1], ours.model.fold(cpu.pictures), 0.05)
+    assert ours.trajectories([], [], 3).latents.shape == (4, 0, *ours.model.shape)
+
+
+def test_old_policy_draws_what_is_collected(gpu):  # noqa: F811
+    """Its graphs are its own: the policy goes on drawing its pictures, and a new old policy is seen."""
+    _, ours = aligning("nft")
+    seeds, captions = [1, 2], ["angry face"] * 2
+    start = ours.draw(seeds, captions, 3)
+    np.testing.assert_array_equal(ours.collect(seeds, captions, 3), start)
+    data = make_data(ours.config, ours, len, rollout_of(ours), 0)
+    ours.begin(data)
+    ours.policy_step(data, slice(0, 5), 1e-2)
+    moved = ours.draw(seeds, captions, 3)
+    np.testing.assert_array_equal(ours.collect(seeds, captions, 3), start)
+    assert not np.array_equal(moved, start)
+    ours.end_iteration(0)  # the old one becomes the new one
+    np.testing.assert_array_equal(ours.collect(seeds, captions, 3), moved)
+    np.testing.assert_array_equal(ours.draw(seeds, captions, 3), moved)
+
+
+@ALL
+def test_restored_policy_goes_on_bit_for_bit(gpu, objective):  # noqa: F811
+    (_, whole), (_, parted), (_, again) = (aligning(objective) for _ in range(3))
+    for number in range(2):
+        taught(whole, number)
+    taught(parted)
+    taught(again, 5)  # of other weights, and with graphs of another old policy
+    again.restore(parted.state(), parted.updates, aligning=True)
+    taught(again, 1)
+    want = whole.state()
+    assert set(want) == set(again.state()) and again.updates == whole.updates > 1
+    assert any(name.startswith("old.") for name in want) == (objective == "nft")
+    for name, a in again.state().items():
+        np.testing.assert_array_equal(a, want[name], err_msg=name)
+
+
+@ALL
+def test_taken_back_is_as_before(gpu, objective):  # noqa: F811
+    _, ours = aligning(objective)
+    taught(ours)
+    before, updates, snapshot = ours.state(), ours.updates, ours.snapshot()
+    drawn = ours.draw([5], ["angry face"], 2, "fp4")
+    first = taught(ours, 300)
+    assert any(not np.array_equal(a, before[name]) for name, a in ours.state().items())
+    ours.take_back(snapshot)
+    for name, a in ours.state().items():
+        np.testing.assert_array_equal(a, before[name], err_msg=name)
+    assert ours.updates == updates
+    np.testing.assert_array_equal(ours.draw([5], ["angry face"], 2, "fp4"), drawn)
+    assert taught(ours, 300) == first
+
+
+@ALL
+def test_policy_gradient_that_is_not_finite_updates_nothing(gpu, objective):  # noqa: F811
+    _, ours = aligning(objective)
+    data = make_data(ours.config, ours, len, rollout_of(ours), 0)
+    getattr(data, {"dpo": "chosen", "nft": "pictures", "ppo": "latents"}[objective])[...] = np.nan
+    before = ours.state()
+    ours.begin(data)
+    with np.errstate(invalid="ignore"):
+        result = ours.policy_step(data, batches(ours.config, data)[0], 1e-3)
+    assert not result.finite and ours.updates == 0
+    for name, a in ours.state().items():
+        np.testing.assert_array_equal(a, before[name])
+
+
+def test_policy_steps_without_begin_are_refused(gpu):  # noqa: F811
+    _, ours = aligning("nft")
+    data = make_data(ours.config, ours, len, rollout_of(ours), 0)
+    with pytest.raises(ConfigError, match="call begin"):
+        ours.policy_step(data, slice(0, 2), 1e-3)
+
+
+def test_state_without_the_old_policy_changes_nothing(gpu):  # noqa: F811
+    _, ours = aligning("nft")
+    before = ours.state()
+    state = {name: a + 1 for name, a in before.items() if not name.startswith("old.")}
+    with pytest.raises(ShapeError, match="is missing"):
+        ours.restore(state, 1, aligning=True)
+    for name, a in ours.state().items():
+        np.testing.assert_array_equal(a, before[name])
+
+
+def test_adapters_are_refused_on_the_device(gpu):  # noqa: F811
+    config = tiny("align.parameters=lora")
+    pairs = load_pairs(config.size).select(role="policy", word=config.word)
+    with pytest.raises(ConfigError, match="align.parameters: is lora.*use full, or leave out --device"):
+        CudaEngine(Denoiser(config, Vocabulary.of(pairs.captions)), config)
