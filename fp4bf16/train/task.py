@@ -156,6 +156,11 @@ class OwnTask:
         self.pictures = open_pictures(config.data.pictures, *where) if config.data.pictures else None
         self.pairs = open_pairs(config.data.pairs, *where) if config.data.pairs else None
         self.paired = self.pairs is not None
+        if config.align.pairs == "data" and not self.paired:
+            raise ConfigError(
+                f"align.pairs: is data, but {config.data.pictures} holds pictures without preferences; give "
+                f"data.pairs, or align.pairs=rollouts"
+            )
         source = self.pictures or self.pairs
         self.noun = source.noun
         counts: dict[str, Counter[str]] = {role: Counter() for role in ROLES}
@@ -188,11 +193,6 @@ class OwnTask:
         return Captioned(winners, tuple(captions), losers[0] if losers else None)
 
     def offline(self, run: Any, count: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        if self.pairs is None:
-            raise ConfigError(
-                f"align.pairs: is data, but {self.config.data.pictures} holds pictures without preferences; "
-                f"give data.pairs, or align.pairs=rollouts"
-            )
         return run.stream("pairs", Part(self.pairs, "policy")).next(count)
 
     def _some(self, role: str | None) -> tuple:
