@@ -7,7 +7,7 @@ from fp4bf16.align import guards
 from fp4bf16.errors import DTypeError, NonFiniteError, ShapeError
 from fp4bf16.train import data
 
-NAMES = ["pixel_distance", "pattern_2x2", "pattern_4x4", "contrast", "colourfulness"]
+NAMES = ["pixel_distance", "pattern_2x2", "pattern_4x4", "slope", "contrast", "colourfulness"]
 
 
 def _blur(x):
@@ -83,9 +83,9 @@ def test_a_coarse_grid_is_caught(base, judge):
 
 
 @pytest.mark.parametrize("spoil, expected", [
-    (lambda x, rng: _blur(_blur(_blur(x))), {"pixel_distance", "contrast"}),
+    (lambda x, rng: _blur(_blur(_blur(x))), {"pixel_distance", "slope", "contrast"}),
     (lambda x, rng: np.full_like(x, 0.3), {"pixel_distance", "contrast", "colourfulness"}),
-    (lambda x, rng: rng.uniform(-1, 1, x.shape), {"pixel_distance", "colourfulness"}),
+    (lambda x, rng: rng.uniform(-1, 1, x.shape), {"pixel_distance", "slope", "colourfulness"}),
     (lambda x, rng: np.repeat(x.mean(-1, keepdims=True), 3, -1), {"pixel_distance", "colourfulness"}),
     (lambda x, rng: np.sign(x), {"pixel_distance", "colourfulness"}),
     (lambda x, rng: np.where(np.arange(16)[:, None] < 8, 1.0, -1.0) + 0 * x, {"pixel_distance", "contrast"}),
@@ -95,6 +95,56 @@ def test_spoilt_pictures_break_their_guards(faces, judge, rng, spoil, expected):
     assert expected <= _broken(report), report.as_dict()
     assert "pattern_2x2" not in _broken(report)
     assert len(report.broken) == len(_broken(report)) and all(s.count(":") == 1 for s in report.broken)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_the_slope_notices_blur_and_noise_alone(size, rng):
+    """Blur and noise that leave pattern, contrast and colour be; the range is that of the real pictures."""
+    faces = data.load_pairs(size).select(word="face").images[0]
+    judge = guards.Guards(faces, _noisy(faces, rng, 0.03))
+    low, high = np.percentile(guards.slope(faces), [5, 95])
+    passed = judge.check(_noisy(faces, rng, 0.02))["slope"]
+    assert passed.ok and (passed.low, passed.high) == pytest.approx((low, high)) and low < -1.5
+    blurred, noisy = judge.check(_blur(_blur(faces)))["slope"], judge.check(_noisy(faces, rng, 0.7))["slope"]
+    assert not blurred.ok and blurred.value < low and "5 % point of real" in blurred.sentence
+    assert blurred.sentence.endswith("blurred") and noisy.sentence.endswith("noisy") and noisy.value > high
+    spoilt = judge.check(_blur(faces) if size == 8 else _blur(_blur(faces)))
+    assert "pattern_2x2" not in _broken(spoilt)
+
+
+def test_slope_of_known_spectra(rng):
+    """Pictures made with power f^p in the Fourier domain have the slope p."""
+    f = np.hypot(np.fft.fftfreq(64)[:, None], np.fft.fftfreq(64)[None])
+    f[0, 0] = 1
+    for power in (-3.0, -2.0, -1.0, 0.0):
+        white = np.fft.fft2(rng.standard_normal((60, 64, 64)))
+        x = np.fft.ifft2(white * f ** (power / 2)).real
+        x = np.repeat((10 * x / x.std())[..., None], 3, axis=-1)  # loud: far above the floor of the logarithm
+        assert guards.slope(x).mean() == pytest.approx(power, abs=0.08)
+    steeper = [guards.slope(np.repeat(p[..., None], 3, -1)).mean() for p in (x[..., 0], _blur(x)[..., 0])]
+    assert steeper[1] < steeper[0] - 0.5
+    assert guards.slope(np.full((3, 9, 12, 3), 0.25)) == pytest.approx(0)
+    assert guards.slope(np.zeros((0, 8, 8, 3))).shape == (0,) and guards.slope(x[:1]).shape == (1,)
+
+
+def test_each_guard_is_the_one_that_catches_its_hack(faces, base, judge, rng):
+    """Of a set that passes, one thing is changed; the guard that is meant for it speaks."""
+    real = _noisy(faces.images[0], rng, 0.02)
+    assert judge.check(real).ok
+    coarse = real.copy()
+    coarse[:, 1::4, 2::4] = np.clip(coarse[:, 1::4, 2::4] - 0.2, -1, 1)
+    turned = np.concatenate([_dots(real[0::2], 0.25), _dots(real[1::2, ::-1, ::-1], 0.25)[:, ::-1, ::-1]])
+    hacks = {
+        "pattern_2x2": _dots(real, 0.08),
+        "pattern_4x4": coarse,
+        "pixel_distance": turned,
+        "slope": _blur(_blur(real)),
+        "contrast": real * 0.3 + 0.5,
+        "colourfulness": np.repeat(real.mean(-1, keepdims=True), 3, -1),
+    }
+    assert sorted(hacks) == sorted(NAMES)
+    for name, pictures in hacks.items():
+        assert name in _broken(judge.check(pictures)), (name, judge.check(pictures).as_dict())
 
 
 def test_kernel_distance_is_unbiased_and_exact(faces, rng):

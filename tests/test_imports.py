@@ -14,7 +14,7 @@ PACKAGE = ROOT / "fp4bf16"
 
 #: From the ground up. A module may import from floors under its own and from its own floor.
 FLOORS = [
-    {"errors", "_version"},
+    {"errors", "extras", "_version"},
     {"formats", "interop", "layout", "tracks"},
     {"adapters", "backends", "device", "tune"},
     {"dispatch"},

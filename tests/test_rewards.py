@@ -5,7 +5,7 @@ import pytest
 
 import fp4bf16 as fb
 from fp4bf16.align import judges
-from fp4bf16.align.augment import Augmentation, augment
+from fp4bf16.align.augment import Augmentation, augment, drawn
 from fp4bf16.align.judges import ARCHITECTURES, Judge, train_judge
 from fp4bf16.align.rewards import Reward, reward_name, score
 from fp4bf16.errors import CheckpointError, ConfigError, RewardError, ShapeError
@@ -105,6 +105,38 @@ def test_augmentation_plants_periodic_patterns_and_noise(pairs):
     noisy = spread[0] > 0
     np.testing.assert_allclose(spread[0][noisy], spread[1][noisy], rtol=0.25)
     assert not np.array_equal(noise[0], noise[1])
+
+
+def test_every_kind_of_change_occurs_for_winners_and_losers_alike(pairs, monkeypatch):
+    """What a judge is shown in training: blur, noise, colour jitter and small patterns on both classes."""
+    x, shown, steps, batch = pairs.images[0, :64], [], 12, 64
+    judge = Judge("reward", 8)
+    forward = judge.network.forward
+    monkeypatch.setattr(judge.network, "forward", lambda y: shown.append(np.array(y)) or forward(y))
+    train_judge(judge, x, x, steps=steps, batch=batch, seed=4)  # the same drawings as winners and losers
+    amounts = [drawn(4, step, batch // 2) for step in range(steps)]
+    amounts = {kind: np.concatenate([a[kind] for a in amounts]) for kind in amounts[0]}
+    for kind in ("blur", "noise", "pattern"):
+        largest, values = getattr(Augmentation(), kind), amounts[kind]
+        assert (
+            0.4 < (values > 0).mean() < 0.6 and 0.9 * largest < values.max() <= largest and values.min() == 0
+        )
+    for kind in ("brightness", "contrast", "saturation", "hue"):
+        largest = getattr(Augmentation(), kind)
+        assert (
+            -largest <= amounts[kind].min() < -0.9 * largest
+            and 0.9 * largest < amounts[kind].max() <= largest
+        )
+    assert len(shown) == steps
+    winners, losers = np.concatenate([s.reshape(2, batch // 2, 16, 16, 3) for s in shown], axis=1)
+    apart = (winners - losers).std(axis=(1, 2, 3))
+    assert not apart[amounts["noise"] == 0].any()  # all but the noise is the same, and that is as strong
+    noisy = amounts["noise"] > 0.02
+    plain = np.abs(np.clip(winners, -0.97, 0.97) - winners).max(axis=(1, 2, 3)) == 0  # nothing was clipped
+    assert (apart[noisy] > 0.004).all() and (apart <= 1.2 * np.sqrt(2) * amounts["noise"] + 1e-6).all()
+    chosen = noisy & plain
+    if chosen.any():
+        np.testing.assert_allclose(apart[chosen], np.sqrt(2) * amounts["noise"][chosen], rtol=0.2)
 
 
 def test_hue_turns_about_grey(rng):

@@ -15,10 +15,11 @@ Image = pytest.importorskip("PIL.Image", reason="the extra 'train' is not instal
 
 from test_resume import SETTINGS, command  # noqa: E402
 
+from fp4bf16 import extras  # noqa: E402
 from fp4bf16.__main__ import main  # noqa: E402
 from fp4bf16.align.panel import Panel  # noqa: E402
 from fp4bf16.errors import CheckpointError, ConfigError, NonFiniteError, RewardError  # noqa: E402
-from fp4bf16.train import checkpoint, extras, progress  # noqa: E402
+from fp4bf16.train import checkpoint, progress  # noqa: E402
 from fp4bf16.train.alignment import Skips  # noqa: E402
 from fp4bf16.train.cli import load_model  # noqa: E402
 from fp4bf16.train.config import PRESETS, check, from_dict, get_preset, override, with_value  # noqa: E402

@@ -3,16 +3,34 @@ Diffusion-DPO, DiffusionNFT and DDPO (PPO).
 """
 
 from .advantages import advantages
+from .classes import ClassNetwork
 from .dpo import DPOResult, dpo_backward, dpo_loss
+from .efficientnet import EfficientNetLite0
 from .fidelity import rank_fidelity, spearman
 from .guards import Guards
 from .judges import Judge, train_judge
+from .measures import Captioned, Learning, PanelData
 from .nft import NFTSettings, nft_backward, nft_loss
+from .panel import Panel
+from .pool import Journal, Pool, digest_of, explore
 from .ppo import Trajectories, log_probability, ppo_backward, ppo_loss, step_table
 from .rewards import Reward, score
-from .rollout import Rollout, Settings, choose_prompts, healthy, measure_fidelity, rollout, select
+from .rollout import Pairs, Rollout, Settings, choose_prompts, healthy, measure_fidelity, rollout, select
+from .workers import Explorer
 
 __all__ = [
+    "Captioned",
+    "ClassNetwork",
+    "EfficientNetLite0",
+    "Explorer",
+    "Journal",
+    "Learning",
+    "Pairs",
+    "Panel",
+    "PanelData",
+    "Pool",
+    "digest_of",
+    "explore",
     "DPOResult",
     "Guards",
     "Judge",

@@ -71,6 +71,24 @@ def _patterns(seed: int, step: int, n: int, u: np.ndarray, size: tuple[int, int]
     return np.tile(tiles, (1, rows, columns, 1))[:, : size[0], : size[1]]
 
 
+def drawn(seed: int, step: int, n: int, strength: Augmentation | None = None) -> dict[str, np.ndarray]:
+    """What `augment` does to n pictures in this step: name -> float32 (n,), in the units of `Augmentation`.
+
+    "blur", "noise" and "pattern" are 0 for the pictures that are spared.
+
+    >>> found = drawn(seed=0, step=0, n=4)
+    >>> sorted(found), found["noise"].shape
+    (['blur', 'brightness', 'contrast', 'hue', 'noise', 'pattern', 'saturation'], (4,))
+    """
+    s = strength or Augmentation()
+    u = uniform(seed, step, (n, 14), stream=10)
+    signed = {"hue": 3, "saturation": 4, "contrast": 5, "brightness": 6}
+    found = {name: np.float32(getattr(s, name)) * (2 * u[:, j] - 1) for name, j in signed.items()}
+    for name, j in {"blur": 7, "noise": 9, "pattern": 11}.items():
+        found[name] = np.float32(getattr(s, name)) * ((u[:, j] < 0.5) * u[:, j + 1])
+    return found
+
+
 def augment(images: np.ndarray, seed: int, step: int, strength: Augmentation | None = None) -> np.ndarray:
     """Change float32 (k, n, H, W, 3) pictures at random: new float32 pictures, clipped to [-1, 1].
 
@@ -83,18 +101,14 @@ def augment(images: np.ndarray, seed: int, step: int, strength: Augmentation | N
     s = strength or Augmentation()
     k, n, height, width, _ = images.shape
     u = uniform(seed, step, (n, 14), stream=10)
-    column = u[:, :, None, None, None]  # column[:, j] broadcasts over a picture
+    amount = drawn(seed, step, n, s)
+    column = {name: v[:, None, None, None] for name, v in amount.items()}  # broadcasts over a picture
     down, right = (np.floor(u[:, j] * (2 * s.shift + 1)).astype(np.int64) - s.shift for j in (0, 1))
     x = _moved(images, u[:, 2] < 0.5, down, right)
-    hue, saturation, contrast = (
-        base + size * (2 * u[:, j] - 1)
-        for base, size, j in ((0, s.hue, 3), (1, s.saturation, 4), (1, s.contrast, 5))
-    )
-    x = x.reshape(k, n, height * width, 3) @ _colour_matrices(hue, saturation, contrast)
-    x = x.reshape(images.shape) + s.brightness * (2 * column[:, 6] - 1)
-    blur, noise, pattern = ((column[:, j] < 0.5) * column[:, j + 1] for j in (7, 9, 11))
-    x += s.blur * blur * (_blurred(x) - x)
+    colours = _colour_matrices(amount["hue"], 1 + amount["saturation"], 1 + amount["contrast"])
+    x = (x.reshape(k, n, height * width, 3) @ colours).reshape(images.shape) + column["brightness"]
+    x += column["blur"] * (_blurred(x) - x)
     choice = np.stack([u[:, 13], (u[:, 13] * 2) % 1], axis=1)
-    x += s.pattern * pattern * _patterns(seed, step, n, choice, (height, width))
-    x += s.noise * noise * normal(seed, step, (k, n, height, width, 3), stream=11)
+    x += column["pattern"] * _patterns(seed, step, n, choice, (height, width))
+    x += column["noise"] * normal(seed, step, (k, n, height, width, 3), stream=11)
     return np.clip(x, -1, 1, out=x)

@@ -1,12 +1,14 @@
 """Guards against reward hacking that no network enters.
 
 A reward, and every judge that is a network, can be raised by pictures that got worse: a faint dot grid is
-enough. The guards look at the pixels alone. Three questions, asked of a set of generated pictures:
+enough. The guards look at the pixels alone. Questions, asked of a set of generated pictures:
 
 - `pixel_distance`: how far are their pixel statistics from those of real pictures of the winning style?
   Kernel distance (unbiased squared maximum mean discrepancy, Gretton et al., JMLR 13, 2012, eq. 3) with a
   Gaussian kernel on the feature vector `pixel_statistics`. It may be at most 1.75 times the base model's.
 - `pattern_2x2`, `pattern_4x4`: does their mean hold a pattern of period 2 or 4 pixels?
+- `slope`: does the power of their mean picture fall with frequency as that of nine in ten real ones does?
+  Blur makes it steeper, noise and grids flatter.
 - `contrast`, `colourfulness`: is the mean picture as contrasted and as colourful as nine in ten real ones
   are?
 
@@ -16,6 +18,7 @@ Pictures are float32 (n, H, W, 3), RGB in [-1, 1].
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -38,10 +41,12 @@ FEATURES: tuple[str, ...] = (
 )
 
 
-def _pictures(name: str, images: np.ndarray) -> np.ndarray:
+def _pictures(name: str, images: np.ndarray, least: int = 0) -> np.ndarray:
     images = np.asarray(images)
-    if images.ndim != 4 or images.shape[-1] != 3 or min(images.shape[1:3]) < 8 or len(images) < 2:
-        raise ShapeError(f"{name}: shape is {images.shape}; pass (n, H, W, 3) with n >= 2, H and W >= 8")
+    if images.ndim != 4 or images.shape[-1] != 3 or min(images.shape[1:3]) < 8 or len(images) < least:
+        raise ShapeError(
+            f"{name}: shape is {images.shape}; pass (n, H, W, 3) with n >= {least}, H and W >= 8"
+        )
     if images.dtype.kind != "f":
         raise DTypeError(f"{name}: dtype is {images.dtype}; pass floating-point pictures in [-1, 1]")
     images = images.astype(np.float64)
@@ -60,17 +65,30 @@ def _shares(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
     return np.bincount(index.ravel(), minlength=rows * bins).reshape(rows, bins) / values.shape[1]
 
 
-def _power(luma: np.ndarray) -> np.ndarray:
-    """log10 of the mean power of each frequency band, then its slope: (n, _BANDS + 1)."""
-    n, height, width = luma.shape
-    spectrum = np.abs(np.fft.fft2(luma - luma.mean(axis=(1, 2), keepdims=True))) ** 2 / (height * width)
+@cache
+def _bands(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Band of each spatial frequency, int (H, W), -1 for the mean, which is no texture; and the mean log10
+    of the frequencies (cycles a pixel) of each band, (_BANDS,).
+    """
     fy, fx = np.abs(np.fft.fftfreq(height)), np.abs(np.fft.fftfreq(width))
     radius = np.hypot(fy[:, None], fx[None, :])
     edges = np.geomspace(1 / min(height, width), 0.5, _BANDS + 1)
     band = np.searchsorted(edges[1:-1], radius, side="right")
-    band[0, 0] = -1  # the mean is no texture
-    power = np.stack([np.log10(spectrum[:, band == b].mean(axis=1) + 1e-4) for b in range(_BANDS)], axis=1)
-    octave = np.linspace(-1, 1, _BANDS)
+    band[0, 0] = -1
+    return band, np.array([np.log10(radius[band == b]).mean() for b in range(_BANDS)])
+
+
+def _band_powers(luma: np.ndarray) -> np.ndarray:
+    """log10 of the mean power of each frequency band: (n, _BANDS)."""
+    n, height, width = luma.shape
+    spectrum = np.abs(np.fft.fft2(luma - luma.mean(axis=(1, 2), keepdims=True))) ** 2 / (height * width)
+    band, _ = _bands(height, width)
+    return np.stack([np.log10(spectrum[:, band == b].mean(axis=1) + 1e-4) for b in range(_BANDS)], axis=1)
+
+
+def _power(luma: np.ndarray) -> np.ndarray:
+    """Log powers of the bands, then their rise over half of them: (n, _BANDS + 1)."""
+    power, octave = _band_powers(luma), np.linspace(-1, 1, _BANDS)
     return np.concatenate([power, (power @ octave / (octave @ octave))[:, None]], axis=1)
 
 
@@ -160,6 +178,23 @@ def contrast(images: np.ndarray) -> np.ndarray:
     return (_pictures("images", images) @ LUMA).std(axis=(1, 2))
 
 
+def slope(images: np.ndarray) -> np.ndarray:
+    """Slope of each picture's spectrum, in decades of power a decade of frequency: float64 (n,).
+
+    Least squares of the log power of luma over the log frequency in five bands. About -2 for photographs
+    (Field, "Relations between the statistics of natural images", 1987), a little steeper for emoji; a
+    constant picture has 0.
+
+    >>> noise = np.random.default_rng(0).normal(0, 0.3, (50, 16, 16, 3))
+    >>> bool(abs(slope(noise).mean()) < 0.1)
+    True
+    """
+    x = _pictures("images", images)
+    _, frequency = _bands(*x.shape[1:3])
+    frequency = frequency - frequency.mean()
+    return _band_powers(x @ LUMA) @ frequency / (frequency @ frequency)
+
+
 def colourfulness(images: np.ndarray) -> np.ndarray:
     """Colourfulness M of each picture on the 0-255 scale: float64 (n,).
 
@@ -234,7 +269,7 @@ class Guards:
         max_ratio: float = 1.75,
         max_pattern: float = 0.03,
     ):
-        reference = _pictures("reference_images", reference_images)
+        reference = _pictures("reference_images", reference_images, least=2)
         self.shape, self.max_ratio, self.max_pattern = reference.shape[1:], max_ratio, max_pattern
         base = self._of_our_size("base_images", base_images)
         self.distance = KernelDistance(reference)
@@ -243,7 +278,7 @@ class Guards:
         self.base_pattern = float(np.abs(mean_pattern(base, 4) - self.pattern).max())
         self.ranges = {
             name: tuple(map(float, np.percentile(measure(reference), [5, 95])))
-            for name, measure in (("contrast", contrast), ("colourfulness", colourfulness))
+            for name, measure in _RANGED.items()
         }
 
     def check(self, images: np.ndarray) -> GuardReport:
@@ -262,6 +297,7 @@ class Guards:
                     "pattern_4x4", coarse, self.base_pattern + self.max_pattern,
                     "so their mean 4x4 pixels depart from those of real pictures",
                 ),
+                self._range_guard("slope", slope(x), "blurred", "noisy"),
                 self._range_guard("contrast", contrast(x), "flat", "harsh"),
                 self._range_guard("colourfulness", colourfulness(x), "grey", "garish"),
             )
@@ -283,10 +319,14 @@ class Guards:
         return Guard(name, value, low, high, sentence)
 
     def _of_our_size(self, name: str, images: np.ndarray) -> np.ndarray:
-        x = _pictures(name, images)
+        x = _pictures(name, images, least=2)
         if x.shape[1:] != self.shape:
             raise ShapeError(f"{name}: pictures are {x.shape[1:]}, but reference_images are {self.shape}")
         return x
+
+
+#: Measures of single pictures whose mean must lie within the 5 to 95 % of real pictures.
+_RANGED = {"slope": slope, "contrast": contrast, "colourfulness": colourfulness}
 
 
 def _at_most(name: str, value: float, limit: float, why: str) -> Guard:

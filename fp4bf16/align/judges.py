@@ -30,6 +30,7 @@ from ..nn import (
 from ..nn import ops as F
 from ..tracks import tracks
 from .augment import Augmentation, augment
+from .measures import Learning, Measure, OnStep, PanelData
 
 _CHUNK = 256  # pictures judged at a time
 
@@ -206,3 +207,75 @@ def _loss(odds: Variable) -> Variable:
     """
     single = F.log_sigmoid(odds * np.float32([[1], [-1]]))
     return -F.mean(single) - F.mean(F.log_sigmoid(odds[0] - odds[1]))
+
+
+class JudgeMeasure(Measure):
+    """Log-odds of a `Judge` that is trained on winners and losers; `shown` is the probability.
+
+    It ignores the prompts, so what it learns is what tells good from bad pictures whatever they show.
+    """
+
+    unit = "probability"
+    learns = True
+    judge: Judge | None = None
+
+    def _values(self, images: np.ndarray, prompts: list[str]) -> np.ndarray:
+        return self._trained()(images)
+
+    def shown(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+        return self._trained().probability(self._checked(images, prompts))
+
+    def _trained(self) -> Judge:
+        if self.judge is None:
+            raise self._untaught()
+        return self.judge
+
+    def learn(self, data: PanelData, learning: Learning, on_step: OnStep | None = None) -> dict[str, float]:
+        """Train on the role's pairs, take the zero from the policy's, measure on the test's.
+
+        Raises `ConfigError` when the role's pictures are no pairs.
+        """
+        pairs = data.of(self.role)
+        if pairs.losers is None or not len(pairs):
+            raise ConfigError(
+                f"reward {self.name}: it learns from pairs, but the {len(pairs)} pictures of role "
+                f"{self.role} have no losers beside them; give preference pairs, or another align.reward"
+            )
+        judge = Judge(self.role, learning.width, seed=learning.seed)
+        purpose = ("judge", self.role) if self.kind == "style" else ("judge", self.kind, self.role)
+        found = {"loss": train_judge(
+            judge, pairs.winners, pairs.losers, steps=learning.steps, batch=learning.batch,
+            seed=subseed(learning.seed, *purpose), on_step=on_step,
+        )}  # fmt: skip
+        if data.policy is not None and data.policy.losers is not None and len(data.policy):
+            judge.calibrate(data.policy.winners, data.policy.losers)
+        if data.test is not None and data.test.losers is not None and len(data.test):
+            found["accuracy"] = judge.accuracy(data.test.winners, data.test.losers)
+        self.judge = judge
+        return found
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        if self.judge is None:
+            return {}
+        return self.judge.state_dict() | {"width": np.array(self.judge.width, np.int64)}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        if not state:
+            self.judge = None
+            return
+        if "width" not in state:
+            raise CheckpointError(f"reward {self.name}: the state holds no width; it is not of a judge")
+        weights = {k: v for k, v in state.items() if k != "width"}
+        self.judge = Judge.from_state(self.role, int(state["width"]), weights)
+
+
+class Style(JudgeMeasure):
+    """The drawing style: `winners` are of the one, `losers` of the other."""
+
+    kind = "style"
+
+
+class Preference(JudgeMeasure):
+    """What people chose: `winners` are the chosen, `losers` the rejected pictures of one's own pairs."""
+
+    kind = "preference"

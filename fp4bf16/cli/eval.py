@@ -68,8 +68,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    from ..extras import require
     from ..train.evaluation import Settings, check_target, evaluate, write_folder
-    from ..train.extras import require
 
     if args.device not in DEVICES:
         raise ConfigError(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .extras import require
+from ..extras import require
 
 FORMAT = "fp4bf16-checkpoint-1"
 NEEDED = {"config": dict, "stage": str, "step": int, "lines": int, "words": list}  # of the metadata of a run

@@ -293,7 +293,7 @@ def train_command(arguments: argparse.Namespace) -> int:
     """Exit code 0: finished; 2: the request cannot be met; 130 or 143: stopped by Ctrl-C or SIGTERM, and
     saved.
     """
-    from .extras import require
+    from ..extras import require
     from .loggers import parse_loggers
     from .progress import Progress, announce_compilation
     from .run import Stopped, train

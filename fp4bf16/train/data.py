@@ -8,7 +8,6 @@ drawings of one caption show the same thing: what a judge has seen in one style 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..align.classes import words_of
 from ..errors import ConfigError, nearest
 
 ASSETS = Path(__file__).with_name("assets")
@@ -118,15 +118,6 @@ def downsample(x: np.ndarray, size: int) -> np.ndarray:
         return x.astype(np.float32)
     boxes = x.reshape(*x.shape[:-3], size, height // size, size, width // size, channels)
     return boxes.mean(axis=(-4, -2), dtype=np.float32)
-
-
-def words_of(caption: str) -> list[str]:
-    """Lower-case words of a caption: runs of letters and digits.
-
-    >>> words_of("Smiling face, with heart-eyes")
-    ['smiling', 'face', 'with', 'heart', 'eyes']
-    """
-    return re.findall(r"[a-z0-9]+", caption.lower())
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from ..backends import cuda, cuda_diffusion, cuda_math
 from ..diffusion.noise import NOISE
 from ..diffusion.samplers import START, Step, check_guidance, coefficients, plan
 from ..errors import CudaError, ShapeError
+from ..extras import require
 from ..nn.cuda.graph import Graph
 from ..nn.tape import no_grad
 from ..nn.unet import pixel_shuffle
 from ..tracks import tracks
-from .extras import require
 
 
 def place() -> DeviceArray:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from ..extras import require
 from .chart import number
 from .evaluation import Evaluation
 from .extractors import NOT_FID
-from .extras import require
 from .pictures import to_bytes
 from .report import STYLE
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import ConfigError, nearest
+from ..extras import require
 from .events import EventFile
-from .extras import require
 from .pictures import png
 
 

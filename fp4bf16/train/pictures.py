@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 
-from .extras import require
+from ..extras import require
 
 
 def to_bytes(pictures: np.ndarray) -> np.ndarray:

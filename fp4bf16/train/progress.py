@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from ..backends.compiled import FIRST_RUN, kernels_cached
-from .extras import optional
+from ..extras import optional
 
 
 class Progress:

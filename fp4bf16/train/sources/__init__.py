@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from ...errors import ConfigError, nearest
+from ...extras import require
 from ..data import STYLES
-from ..extras import require
 from .counts import FAULTS, SKIPPED, Counts
 from .decode import ENDINGS
 from .emoji import Emoji

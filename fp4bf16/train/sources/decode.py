@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..extras import require
+from ...extras import require
 from .counts import Skip
 
 #: Endings of the names of pictures, in lower case.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..extras import require
+from ...extras import require
 from . import decode
 from .counts import Counts
 from .files import FileSet

