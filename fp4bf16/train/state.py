@@ -133,10 +133,14 @@ class Run:
         self.folder.journal.clear()
 
     def begin_with(self, start: Start) -> None:
-        """Skip the base training: its model is `start`."""
+        """Skip the base training: its model is `start`; and the judges' where `start` has the same ones."""
         self.engine.begin_alignment(start.arrays)
         self.log(step=0, **start.identity())
-        self.enter("judges")
+        if judges := start.judges(self.config):
+            self.panel.load_state_dict(judges)
+            self.results["judge_accuracy"] = dict(start.accuracy)
+            self.progress.say(f"judges: those of {start.source}, which this run would train alike")
+        self.enter("evaluate_base" if judges else "judges")
 
     def stream(self, name: str, source: Any, **which: str | None) -> Any:
         """The stream of `source` (`sources.Source`) that goes by `name`, from where the checkpoint left it.

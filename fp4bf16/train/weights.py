@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from .. import io
+from ..align.panel import parse_weights
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..interop import FLOATS
 from . import checkpoint
@@ -37,19 +38,37 @@ _BOUND = (
     "diffusion.timesteps",
     "diffusion.prediction",
 )
+#: Settings that the judges' training depends on.
+_JUDGED = ("seed", "size", "word", "winner", "judge", "data", "align.reward")
+
+
+def _setting(config: Config, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
+    return config
 
 
 @dataclass(frozen=True)
 class Start:
     """Weights by name (float32), with the configuration and the words that they were trained with.
 
-    source: what the user named, for messages.
+    source: what the user named, for messages. panel, accuracy: of the judges that the same run has trained,
+    if it has.
     """
 
     source: str
     arrays: dict[str, np.ndarray]
     config: Config
     words: tuple[str, ...]
+    panel: Mapping[str, np.ndarray] = field(default_factory=dict)
+    accuracy: Mapping[str, float] = field(default_factory=dict)
+
+    def judges(self, config: Config) -> Mapping[str, np.ndarray]:
+        """The state of a panel (`align.panel.Panel`) that a run of `config` would train alike; else empty. A
+        sum of rewards is trained anew, for its scales have followed that run's pictures.
+        """
+        same = all(_setting(self.config, name) == _setting(config, name) for name in _JUDGED)
+        return self.panel if same and len(parse_weights(config.align.reward)) == 1 else {}
 
     def identity(self) -> dict[str, str]:
         """What the folder of a run remembers: where the weights came from, and a hash of their values."""
@@ -62,9 +81,7 @@ class Start:
     def check(self, config: Config, model: Denoiser) -> None:
         """`ConfigError` unless a run of `config` can go on from these weights."""
         for name in _BOUND:
-            there, here = self.config, config
-            for part in name.split("."):
-                there, here = getattr(there, part), getattr(here, part)
+            there, here = _setting(self.config, name), _setting(config, name)
             if there != here:
                 raise ConfigError(
                     f"--from {self.source}: was trained with {name} = {there}, but this run has {here}; use "
@@ -134,8 +151,11 @@ def load_start(source: str, preset: str) -> Start:
 
 def _read_checkpoint(source: str, path: Path) -> Start:
     arrays, meta = checkpoint.load_run(path)
-    average = checkpoint.take(arrays, "ema")  # of the base training, which DPO leaves as it is
-    return Start(source, average, check(from_dict(meta["config"])), tuple(meta["words"]))
+    average = checkpoint.take(arrays, "ema")  # of the base training, which the alignment leaves as it is
+    trained = meta["stage"] not in ("base", "judges")
+    panel = checkpoint.take(arrays, "panel") if trained else {}
+    accuracy = meta.get("results", {}).get("judge_accuracy", {})
+    return Start(source, average, check(from_dict(meta["config"])), tuple(meta["words"]), panel, accuracy)
 
 
 def _read_base(source: str, path: Path, need_recipe: bool = False) -> Start:
