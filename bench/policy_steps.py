@@ -28,9 +28,11 @@ def summed_up(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """One arm's numbers, from its metrics."""
     align = [line for line in lines if line["stage"] == "align"]
     probes = [line for line in lines if line["stage"] == "probe"]
-    rewards, last = [line["reward"] for line in probes], lines[-1]
+    rewards, last = [line["reward"] for line in probes if line["reward"] is not None], lines[-1]
     return {
         "updates": int(sum(line["updates"] for line in align)),
+        "kept_updates": int(sum(line["updates"] for line in align if not line["taken_back"])),
+        "probes_unhealthy": sum(line["reward"] is None for line in probes),
         "skipped": int(sum(line["skipped"] for line in align)),
         "losses_not_finite": sum(line["loss"] is None for line in align),
         "rollouts": last.get("rollouts"),
@@ -48,7 +50,7 @@ def summed_up(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "guards_broken": last["guards_broken"],
         "seconds": last["seconds"],
         "curve": [
-            {k: line[k] for k in ("step", "reward", "heldout", "pixel_distance", "pattern", "slope")}
+            {k: line.get(k) for k in ("step", "reward", "heldout", "pixel_distance", "pattern", "slope")}
             for line in probes[:: max(1, len(probes) // 64)]
         ],
     }
@@ -58,8 +60,8 @@ def goals(found: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     """The guarded arm's."""
     rows = [
         ("policy steps", found["updates"] + found["skipped"], ">=", steps),
-        ("updates left out, or losses, that are not finite", found["skipped"] + found["losses_not_finite"],
-         "<=", 0),
+        ("updates left out, losses and probes that are not finite",
+         found["skipped"] + found["losses_not_finite"] + found["probes_unhealthy"], "<=", 0),
         ("broken guards at the end", len(found["guards_broken"]), "<=", 0),
         ("the last reward below the best, share", found["within_of_best"], "<=", WITHIN),
     ]  # fmt: skip

@@ -49,9 +49,12 @@ def swapped(data: Any, seed: int, share: float) -> Any:
     return dataclasses.replace(data, chosen=chosen, rejected=rejected)
 
 
-def few(data: Any, share: float) -> Any:
-    """The comparisons of the first `share` of the pairs."""
-    keep = data.row < max(1, round(share * len(data.chosen)))
+def few(data: Any, seed: int, share: float) -> Any:
+    """The comparisons of a random `share` of the pairs."""
+    from fp4bf16.diffusion.noise import permutation
+
+    total = len(data.chosen)
+    keep = (permutation(seed, 0, total) < max(1, round(share * total)))[data.row]
     return dataclasses.replace(data, row=data.row[keep], t=data.t[keep])
 
 
@@ -61,7 +64,7 @@ def disturbance(name: str) -> Callable[[Any, int, int], Any]:
         share = float(name.split()[2]) / 100
         return lambda data, seed, iteration: swapped(data, seed, share)
     if name == "a tenth of the pairs":
-        return lambda data, seed, iteration: few(data, 0.1)
+        return lambda data, seed, iteration: few(data, seed, 0.1)
     if name.startswith("reward late"):
         late, waiting = int(name.split()[3]), []
 
@@ -119,7 +122,7 @@ def measure(folder: Path, common: list[str], base: Path, name: str) -> dict[str,
         }  # fmt: skip
     found["cosine_of_updates"] = arms.cosine(updates["on"], updates["off"])
     undisturbed = folder / "none-off"
-    if name != "two opposing rewards":
+    if name != "two opposing rewards" and undisturbed.exists():
         clean = arms.update(undisturbed)
         for route in ROUTES:
             found[f"routes {route}"]["cosine_with_undisturbed_bf16"] = arms.cosine(updates[route], clean)

@@ -164,6 +164,85 @@ def test_several_parts_are_brought_to_one_scale(pictures):
     np.testing.assert_allclose(made.heldout(x, prompts), -(z[0] - 0.5 * z[1]), atol=2e-3)
 
 
+def test_what_is_shown_stays_on_one_scale(learning_data, pictures):
+    """The running scales move with every observation; pictures of two times are compared on fixed ones."""
+    x, prompts = pictures
+    made = Panel.parse("colourfulness - 0.5 jpeg")
+    made.observe(x, prompts)
+    for shown in (made.shown_reward, made.shown_heldout):
+        with pytest.raises(RewardError, match="no fixed scales were set to show them on; run its trainers"):
+            shown(x, prompts)
+    made.trainers(learning_data, QUICK)[-1]()
+    before = made.shown_reward(x, prompts), made.shown_heldout(x, prompts)
+    assert all(v.dtype == np.float64 and v.shape == (len(x),) for v in before)
+    # the training pictures alone have been seen: both scales are the same
+    np.testing.assert_array_equal(before[0].astype(np.float32), made.reward(x, prompts))
+    np.testing.assert_array_equal(before[1], made.heldout(x, prompts))
+    terms = []
+    for name, weight in (("colourfulness", 1.0), ("jpeg", -0.5)):
+        part = Panel.parse(name)
+        seen = [part.reward(p, d.captions) for d in (learning_data.reward, learning_data.heldout)
+                for p in d.pictures()]  # fmt: skip
+        seen = np.concatenate(seen).astype(np.float64)
+        terms.append(weight * (part.reward(x, prompts) - seen.mean()) / seen.std())
+    np.testing.assert_allclose(before[0], np.sum(terms, axis=0), rtol=1e-9, atol=1e-9)
+
+    moved = made.reward(x, prompts)
+    for _ in range(3):
+        made.observe(np.tanh(3 * x[:20]), prompts[:20])
+    assert not np.array_equal(made.reward(x, prompts), moved)
+    again = Panel.parse(made.name)
+    again.load_state_dict(made.state_dict())
+    for panel_ in (made, again, pickle.loads(pickle.dumps(made))):
+        np.testing.assert_array_equal(panel_.shown_reward(x, prompts), before[0])
+        np.testing.assert_array_equal(panel_.shown_heldout(x, prompts), before[1])
+        np.testing.assert_array_equal(panel_.reward(x, prompts), made.reward(x, prompts))
+    assert made.shown_reward(x[:0], []).shape == (0,)
+    without = {k: v for k, v in made.state_dict().items() if k != "jpeg.heldout.fixed"}
+    with pytest.raises(CheckpointError, match=r"no fixed scale of jpeg \(heldout\); resume with .* new run"):
+        Panel.parse(made.name).load_state_dict(without)
+
+
+@pytest.mark.parametrize("spec", ["colourfulness", "-2.5 jpeg"])
+def test_one_part_is_shown_as_its_weight_times_its_value(pictures, spec):
+    x, prompts = pictures
+    made = Panel.parse(spec)
+    np.testing.assert_array_equal(made.shown_reward(x, prompts).astype(np.float32), made.reward(x, prompts))
+    np.testing.assert_array_equal(made.shown_heldout(x, prompts), made.heldout(x, prompts))
+    assert made.shown_reward(x, prompts).dtype == np.float64
+
+
+def test_a_part_that_is_not_finite_is_passed_on_to_who_asks(pictures):
+    """One picture of which one part has no number: the pool tries another seed for it (see test_pool)."""
+    x, prompts = pictures
+
+    def holes(images):
+        values = images.mean(axis=(1, 2, 3))
+        return np.where(values == values.max(), np.nan, np.where(values == values.min(), np.inf, values))
+
+    most, least = x.mean(axis=(1, 2, 3)).argmax(), x.mean(axis=(1, 2, 3)).argmin()
+    for functions in ((holes,), (lambda i: i.std(axis=(1, 2, 3)), holes)):
+        made = _panel(*functions)
+        if len(functions) > 1:
+            rest = np.delete(np.arange(len(x)), [most, least])
+            fine = _panel(functions[0], lambda i: i.mean(axis=(1, 2, 3)))
+            fine.observe(x[rest], prompts[: len(rest)])
+            made.load_state_dict(fine.state_dict())
+        values = made.reward(x, prompts)
+        assert np.isnan(values[most]) and np.isinf(values[least])
+        assert np.isfinite(np.delete(values, [most, least])).all()
+        with pytest.raises(RewardError, match="is not finite for 2 of 40 pictures"):
+            score(made, x, prompts)
+        with pytest.raises(RewardError, match="returned .* for picture"):  # whoever watches must answer
+            made.heldout(x, prompts)
+
+
+def test_a_constant_part_hides_no_hole():
+    running = Running()
+    running.add(np.ones(3))
+    np.testing.assert_array_equal(running.normalise(np.array([1, 5, np.nan])), [0, 0, np.nan])
+
+
 def test_a_score_does_not_depend_on_order_or_batches(pictures):
     """A pool may be scored in any pieces, by any process, again after a failure."""
     x, prompts = pictures

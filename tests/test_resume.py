@@ -200,7 +200,7 @@ def test_all_that_a_run_holds_is_carried_over(tmp_path, rng):
         a[...] = rng.standard_normal(a.shape)
     first.engine.optimizer.count = 7
     first.arrays, first.results = {"base.heldout": rng.random(3)}, {"probe": {"reward": 0.1}}
-    first.counters, first.router = {"unhealthy": 3}, {"conv_in": ["bf16", 12, 0.1]}
+    first.counters = {"unhealthy": 3}
     first.stream("base", source, word=None).next(5)
     first.log(step=3, loss=1.0)
     first.done(3, save=True)
@@ -214,7 +214,7 @@ def test_all_that_a_run_holds_is_carried_over(tmp_path, rng):
     state = second.engine.state()
     assert set(state) == set(weights) and all(np.array_equal(state[k], weights[k]) for k in weights)
     assert second.arrays["base.heldout"].tobytes() == first.arrays["base.heldout"].tobytes()
-    assert (second.results, second.counters, second.router) == (first.results, first.counters, first.router)
+    assert (second.results, second.counters) == (first.results, first.counters)
     assert second.journal(3).read() == [{"chunk": 0, "reward": [0.1]}]
     second.save()  # of a stream that is not open yet the position is kept
     leave(second)
@@ -274,11 +274,11 @@ def test_checkpoints_of_before_there_were_streams_are_read(tmp_path):
     leave(run)
     file = tmp_path / "run" / "checkpoint.safetensors"
     arrays, meta = checkpoint.load(file)
-    for name in ("counters", "router", "streams"):
+    for name in ("counters", "streams"):
         del meta[name]
     checkpoint.save(file, arrays, meta)
     run = new_run(tmp_path / "run")
-    assert (run.counters, run.router) == ({}, {})
+    assert run.counters == {}
     leave(run)
 
 

@@ -375,13 +375,14 @@ def test_missing_extra(monkeypatch, capsys, tmp_path):
 
 
 def test_gradients_that_are_not_finite_are_left_out(rng):
-    skips = Skips("base")
+    counters = {}
+    skips = Skips("base", counters)
     assert skips.finite(1.0, 2.0) and not skips.finite(1.0, np.inf) and skips.finite(1.0, 2.0)
     for _ in range(9):
         assert not skips.finite(np.nan, 1.0)
     with pytest.raises(NonFiniteError, match="10 updates in a row .* lower base.lr"):
         skips.finite(np.nan, 1.0)
-    assert skips.count == 11
+    assert skips.count == 11 and counters == {"base/skipped_in_a_row": 10}
 
 
 def test_learning_rate_falls_over_the_last_share():

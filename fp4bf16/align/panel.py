@@ -9,10 +9,15 @@ Rewards have other units each, so those of a sum are normalised: less the runnin
 standard deviation of what `Panel.observe` was shown. Between two calls of `observe` the reward is a pure
 function of picture and prompt: it does not depend on the order, the batches or the process in which a pool of
 rollouts is scored.
+
+Scales that move are right for labels, which are compared within an iteration, and wrong for numbers that are
+compared across a run. Those come from `shown_reward` and `shown_heldout`, whose scales are fixed once, when
+the judges have been trained.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -77,10 +82,11 @@ class Running:
         return std if std > _CONSTANT * abs(self.mean) else 0.0
 
     def normalise(self, values: np.ndarray) -> np.ndarray:
-        """(values - mean) / std, float64 (n,); zeros where all values seen were the same."""
-        if self.std == 0.0:
-            return np.zeros(len(values))
-        return (np.asarray(values, np.float64) - self.mean) / self.std
+        """(values - mean) / std, float64 (n,); zeros where all values seen were the same. What is not finite
+        stays so.
+        """
+        away = np.asarray(values, np.float64) - self.mean
+        return away / self.std if self.std else np.where(np.isfinite(away), 0.0, away)
 
     def to_array(self) -> np.ndarray:
         """float64 (3,): count, mean, squares."""
@@ -141,7 +147,11 @@ class Panel:
         self.parts = tuple(parts)
         if not self.parts:
             raise ConfigError("reward: a panel without parts; give at least one of " + ", ".join(KINDS))
-        self._scales = {(p.name, role): Running() for p in self.parts for role in ROLES}
+        self._scales = self._no_scales()  # these move with `observe`
+        self._fixed = self._no_scales()  # these are set once, by the trainer "scales"
+
+    def _no_scales(self) -> dict[tuple[str, str], Running]:
+        return {(p.name, role): Running() for p in self.parts for role in ROLES}
 
     @classmethod
     def parse(cls, spec: str) -> Panel:
@@ -181,37 +191,72 @@ class Panel:
     def reward(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
         """What a policy is to raise: float32 (n,) for pictures (n, H, W, 3) in [-1, 1] and n prompts.
 
-        One part: its weight times its value. Several: the sum of weight times normalised value. Raises
-        `RewardError` when a part does not give one finite number a picture, or when several are to be added
-        and none was observed.
+        One part: its weight times its value. Several: the sum of weight times normalised value. A number of
+        a part that is not finite is passed on, and so is not finite here either: who asks decides whether to
+        try another picture, as `pool.explore` does, or to refuse it, as `rewards.score` does. Raises
+        `RewardError` when a part does not give one number a picture, or when several are to be added and
+        none was observed.
         """
-        return self._sum("reward", images, prompts).astype(np.float32)
+        return self._moving("reward", images, prompts, finite=False).astype(np.float32)
 
     __call__ = reward
 
     def heldout(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
-        """The same of the judges that watch, which no policy is trained on: float64 (n,)."""
-        return self._sum("heldout", images, prompts)
+        """The same of the judges that watch, which no policy is trained on: float64 (n,). Raises
+        `RewardError` also for a number that is not finite.
+        """
+        return self._moving("heldout", images, prompts)
+
+    def shown_reward(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+        """The reward on scales that never move, for comparing pictures of two times of a run: float64 (n,).
+
+        One part: its weight times its value. Several: the weighted sum on the scales that the trainer
+        "scales" set, whatever was observed since. Raises `RewardError` when it has not run, and for numbers
+        that are not finite.
+        """
+        return self._still("reward", images, prompts)
+
+    def shown_heldout(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+        """The same of the judges that watch: float64 (n,)."""
+        return self._still("heldout", images, prompts)
 
     def shown(self, images: np.ndarray, prompts: Sequence[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Name -> (reward, held-out judge) as people read them (`Part.shown`), each float64 (n,)."""
         return {p.name: (p.shown(images, prompts), p.shown_heldout(images, prompts)) for p in self.parts}
 
-    def _values(self, role: str, images: np.ndarray, prompts: Sequence[str]) -> list[np.ndarray]:
-        return [score(getattr(p, role), images, prompts).astype(np.float64) for p in self.parts]
+    def _values(
+        self, role: str, images: np.ndarray, prompts: Sequence[str], finite: bool = True
+    ) -> list[np.ndarray]:
+        measures = [getattr(p, role) for p in self.parts]
+        return [score(m, images, prompts, finite=finite).astype(np.float64) for m in measures]
 
-    def _sum(self, role: str, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+    def _moving(
+        self, role: str, images: np.ndarray, prompts: Sequence[str], finite: bool = True
+    ) -> np.ndarray:
         if len(self.parts) > 1 and not self._scales[self.parts[0].name, role].count:
             raise RewardError(
                 f"reward {self.name}: its parts have units of their own, and nothing was observed to bring "
                 "them to one scale; call observe(images, prompts) with some pictures first"
             )
-        values = self._values(role, images, prompts)
+        return self._sum(role, self._values(role, images, prompts, finite), self._scales)
+
+    def _still(self, role: str, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+        if len(self.parts) > 1 and not self._fixed[self.parts[0].name, role].count:
+            raise RewardError(
+                f"reward {self.name}: its parts have units of their own, and no fixed scales were set to "
+                'show them on; run its trainers first, of which the last, "scales", sets them'
+            )
+        return self._sum(role, self._values(role, images, prompts), self._fixed)
+
+    def _sum(
+        self, role: str, values: Sequence[np.ndarray], scales: Mapping[tuple[str, str], Running]
+    ) -> np.ndarray:
         if len(self.parts) == 1:
             return self.parts[0].weight * values[0]
-        scales = [self._scales[p.name, role] for p in self.parts]
-        terms = [p.weight * s.normalise(v) for p, s, v in zip(self.parts, scales, values, strict=True)]
-        return np.sum(terms, axis=0)
+        with np.errstate(invalid="ignore"):  # a part that is not finite: neither is the sum
+            terms = [p.weight * scales[p.name, role].normalise(v)
+                     for p, v in zip(self.parts, values, strict=True)]  # fmt: skip
+            return np.sum(terms, axis=0)
 
     def observe(self, images: np.ndarray, prompts: Sequence[str]) -> None:
         """Take pictures into the running mean and deviation of every part, rewards and judges.
@@ -244,11 +289,12 @@ class Panel:
         return made
 
     def _observe_data(self, data: PanelData, on_step: OnStep | None) -> dict[str, float]:
-        self._scales = {key: Running() for key in self._scales}
+        self._scales = self._no_scales()
         for role in ROLES:
             known = data.of(role)
             for pictures in known.pictures():
                 self.observe(pictures, known.captions)
+        self._fixed = copy.deepcopy(self._scales)
         if on_step is not None:
             on_step(0, 0.0)
         return {f"{name}/{role}/std": scale.std for (name, role), scale in self._scales.items()}
@@ -262,6 +308,7 @@ class Panel:
                 prefix = f"{part.name}.{role}"
                 found |= {f"{prefix}.{k}": v for k, v in measure.state_dict().items()}
                 found[f"{prefix}.scale"] = self._scales[part.name, role].to_array()
+                found[f"{prefix}.fixed"] = self._fixed[part.name, role].to_array()
         return found
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -275,13 +322,16 @@ class Panel:
                 prefix = f"{part.name}.{role}."
                 own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
                 left -= {prefix + k for k in own}
-                scale = own.pop("scale", None)
-                if scale is None:
+                scale, fixed = own.pop("scale", None), own.pop("fixed", None)
+                if scale is None or fixed is None:
+                    lacks = "nothing" if scale is None else "no fixed scale"
                     raise CheckpointError(
-                        f"reward {self.name}: the state holds nothing of {part.name} ({role})"
+                        f"reward {self.name}: the state holds {lacks} of {part.name} ({role}); resume with "
+                        "the align.reward and the version that the run began with, or begin a new run"
                     )
                 getattr(part, role).load_state_dict(own)
                 self._scales[part.name, role].from_array(scale)
+                self._fixed[part.name, role].from_array(fixed)
         if left:
             raise CheckpointError(
                 f"reward {self.name}: the state holds {min(left)!r}, which is of another reward; resume with "

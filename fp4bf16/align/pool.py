@@ -23,7 +23,7 @@ import numpy as np
 
 from ..diffusion.noise import subseed
 from ..errors import ConfigError, ShapeError, nearest
-from .rewards import Reward, _numbers, reward_name, score
+from .rewards import Reward, numbers, reward_name, score
 
 # #: draw(seeds (n,), prompts (n,), steps, track) -> pictures (n, H, W, C) float32: one seed, one picture,
 # in any batch
@@ -230,7 +230,7 @@ class _Lenient:
     def __call__(self, images: np.ndarray, prompts: Sequence[str]) -> Any:
         answer = self.reward(images, prompts)
         try:
-            values = _numbers(answer)
+            values = numbers(answer)
         except (TypeError, ValueError):
             return answer
         bad = ~np.isfinite(values)

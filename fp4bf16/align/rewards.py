@@ -33,7 +33,14 @@ def reward_name(reward: Any) -> str:
     return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
 
 
-def _numbers(answer: Any) -> np.ndarray:
+def numbers(answer: Any) -> np.ndarray:
+    """What a reward returned, as float32: an array, a sequence, or a tensor of another framework, from any
+    device. Masked places are NaN; numbers beyond float32 are infinite. Raises `TypeError` or `ValueError` for
+    what is no real numbers.
+
+    >>> numbers([1, 2.5, 1e300]).tolist()
+    [1.0, 2.5, inf]
+    """
     if hasattr(answer, "detach"):  # of a PyTorch model, which may be on a GPU and want a gradient
         answer = answer.detach().cpu()
     if isinstance(answer, np.ma.MaskedArray):
@@ -45,11 +52,11 @@ def _numbers(answer: Any) -> np.ndarray:
         return values.astype(np.float32)
 
 
-def score(reward: Reward, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
+def score(reward: Reward, images: np.ndarray, prompts: Sequence[str], *, finite: bool = True) -> np.ndarray:
     """``reward(images, prompts)``, checked: float32 (n,).
 
     Raises `RewardError` when there are not as many prompts as pictures, or unless the reward returns one
-    finite number a picture.
+    number a picture, which must be finite unless `finite` is False.
 
     >>> pictures = np.full((2, 4, 4, 3), 0.5, np.float32)
     >>> score(lambda images, prompts: images.mean(axis=(1, 2, 3)), pictures, ["a", "b"])
@@ -60,7 +67,7 @@ def score(reward: Reward, images: np.ndarray, prompts: Sequence[str]) -> np.ndar
         raise RewardError(f"reward {name}: {n} pictures but {len(prompts)} prompts; pass one a picture")
     answer = reward(images.copy(), list(prompts))  # what it does to them is its own affair
     try:
-        values = _numbers(answer)
+        values = numbers(answer)
     except (TypeError, ValueError):
         raise RewardError(
             f"reward {name}: returned {type(answer).__name__}, no numbers; it must return {n} numbers"
@@ -70,7 +77,7 @@ def score(reward: Reward, images: np.ndarray, prompts: Sequence[str]) -> np.ndar
             f"reward {name}: returned shape {values.shape} for {n} pictures; it must return one number "
             "a picture"
         )
-    bad = np.flatnonzero(~np.isfinite(values))
+    bad = np.flatnonzero(~np.isfinite(values)) if finite else np.empty(0, np.int64)
     if bad.size:
         first = int(bad[0])
         raise RewardError(

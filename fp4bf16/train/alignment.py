@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..align.guards import GuardReport
+from ..align.guards import Guard, GuardReport
 from ..align.pool import digest_of
 from ..align.rollout import Rollout, Settings, choose_prompts, measure_fidelity, rollout
 from ..align.workers import Explorer
@@ -31,20 +31,24 @@ SLOWER, FASTER, SLOWEST = 0.5, 2**0.25, 2.0**-6  # of the rate, after an iterati
 
 
 class Skips:
-    """Updates whose gradient is not finite are left out and counted; many in a row end the run."""
+    """Updates whose gradient is not finite are left out and counted; many in a row end the run. The row goes
+    on over iterations and resumes, in the run's counters.
+    """
 
-    def __init__(self, stage: str):
-        self.stage, self.count, self.row = stage, 0, 0
+    def __init__(self, stage: str, counters: dict[str, float]):
+        self.stage, self.counters, self.count = stage, counters, 0
 
     def finite(self, loss: float, norm: float) -> bool:
+        key = f"{self.stage}/skipped_in_a_row"
         if math.isfinite(loss) and math.isfinite(norm):
-            self.row = 0
+            self.counters[key] = 0
             return True
-        self.count, self.row = self.count + 1, self.row + 1
-        if self.row >= _SKIPS:
+        self.count += 1
+        self.counters[key] = self.counters.get(key, 0) + 1
+        if self.counters[key] >= _SKIPS:
             raise NonFiniteError(
-                f"{self.stage}: the gradient was not finite in {self.row} updates in a row (loss {loss}, "
-                f"norm {norm}); lower {self.stage}.lr and start a new run"
+                f"{self.stage}: the gradient was not finite in {int(self.counters[key])} updates in a row "
+                f"(loss {loss}, norm {norm}); lower {self.stage}.lr and start a new run"
             )
         return False
 
@@ -55,7 +59,14 @@ def align(run: Run) -> None:
     run.progress.stage("align", c.iterations, run.step, describe(run))
     if run.step == 0 and "probe" not in run.results:
         run.results["probe"], report = probe(run)
-        run.results["held"] = [] if report is None else [g.name for g in report.guards if g.ok]
+        if report is None:
+            raise NonFiniteError(
+                "align: the base model's pictures are not finite, or constant; train it longer (base.steps), "
+                "with a lower rate (base.lr), or begin with other weights (--from)"
+            )
+        run.results["beyond"] = {guard.name: beyond(guard) for guard in report.guards}
+        for sentence in report.broken:
+            run.progress.say(f"note: the base model breaks a guard, which holds no worse than so: {sentence}")
         run.log(stage="probe", step=0, **run.results["probe"])
     with _explorer(run) as explorer:
         for iteration in range(run.step, c.iterations):
@@ -88,20 +99,23 @@ def _iteration(run: Run, iteration: int, explorer: Explorer) -> None:
     stats |= optimize(run, iteration, data)
     seen, report = probe(run)
     broken = _newly_broken(run, report)
-    if broken and before is not None:
+    taken = bool(broken) and before is not None
+    if taken:
         run.engine.take_back(before)
         run.counters["taken_back"] = run.counters.get("taken_back", 0) + 1
         run.progress.say(f"note: iteration {iteration + 1} is taken back: {broken[0]}")
     else:
+        if broken:
+            run.progress.say(f"warning: iteration {iteration + 1}: {broken[0]}")
         run.engine.end_iteration(iteration)
-    _trust(run, bool(broken))
+    _trust(run, taken)
     if kept is not None:
         run.panel.observe(*kept)
     took = time.perf_counter() - began
     stats["images_per_second"] = round(stats.get("rollouts", len(data)) / took, 1)
     memory = run.engine.memory()
     run.log(
-        step=iteration + 1, **stats, taken_back=bool(broken) and before is not None, broken=broken,
+        step=iteration + 1, **stats, taken_back=taken, broken=broken,
         trust=run.counters["trust"], **memory,
     )  # fmt: skip
     run.log(stage="probe", step=iteration + 1, **seen)
@@ -117,17 +131,33 @@ def _iteration(run: Run, iteration: int, explorer: Explorer) -> None:
 
 
 def _newly_broken(run: Run, report: GuardReport | None) -> list[str]:
-    """Sentences of the guards that held for the base and do not hold now."""
+    """Sentences of the guards that do not hold: beyond their range or, where the base is beyond it, by a
+    tenth of the range farther than the base.
+    """
     if report is None:
         return ["the pictures of the probe are not finite, or constant"]
-    held = run.results.get("held", [])
-    return [guard.sentence for guard in report.guards if not guard.ok and guard.name in held]
+    base = run.results["beyond"]
+    return [
+        guard.sentence
+        for guard in report.guards
+        if not guard.ok and beyond(guard) > base[guard.name] + (0.1 if base[guard.name] else 0.0)
+    ]
 
 
-def _trust(run: Run, broken: bool) -> None:
+def beyond(guard: Guard) -> float:
+    """How far a guard's value lies outside its range, in widths of the range; 0 inside.
+
+    >>> beyond(Guard("contrast", 0.5, 0.2, 0.4, "contrast: ..."))
+    0.5
+    """
+    out = max(guard.low - guard.value, guard.value - guard.high, 0.0)
+    return round(out / (guard.high - guard.low), 6) if out else 0.0
+
+
+def _trust(run: Run, taken_back: bool) -> None:
     """What the learning rate is multiplied with from now on."""
     now = run.counters.get("trust", 1.0)
-    run.counters["trust"] = max(SLOWEST, now * SLOWER) if broken else min(1.0, now * FASTER)
+    run.counters["trust"] = max(SLOWEST, now * SLOWER) if taken_back else min(1.0, now * FASTER)
 
 
 # -------------------------------------------------------------------------------------------------- exploring
@@ -205,24 +235,18 @@ def optimize(run: Run, iteration: int, data: Data) -> dict[str, Any]:
     c, engine = run.config.align, run.engine
     if not len(data):
         return {"loss": math.nan, "updates": 0.0, "skipped": 0.0}
-    skips = Skips("align")
+    skips = Skips("align", run.counters)
     engine.begin(data)
     lr = learning_rate(iteration, c.iterations, c.lr, c.decay) * run.counters.get("trust", 1.0)
-    losses, sums, weights, first = [], {}, [], {}
+    sums, weight, done, first = {}, 0, 0, {}
     for some in batches(run.config, data):
         loss, norm, stats = engine.policy_step(data, some, lr)
-        skips.finite(loss, norm)
-        if not losses:  # before the first update: users check that it is ln 2, or the ratio 1
+        if not first:  # before the first update: users check that it is ln 2, or the ratio 1
             first = {"first_loss": loss} | ({"first_ratio": stats["ratio"]} if "ratio" in stats else {})
-        losses.append(loss)
-        weights.append(some.stop - some.start)
-        for k, v in (stats | {"grad_norm": norm}).items():
-            sums[k] = sums.get(k, 0.0) + v * weights[-1]
-    total = sum(weights)
-    return {k: v / total for k, v in sums.items()} | {
-        "loss": float(np.average(losses, weights=weights)),
-        "lr": lr,
-        "updates": float(len(losses) - skips.count),
-        "skipped": float(skips.count),
-        **first,
-    }
+        if not skips.finite(loss, norm):
+            continue
+        done, weight = done + 1, weight + some.stop - some.start
+        for k, v in (stats | {"loss": loss, "grad_norm": norm}).items():
+            sums[k] = sums.get(k, 0.0) + v * (some.stop - some.start)
+    means = {k: v / weight for k, v in sums.items()} if weight else {"loss": math.nan}
+    return means | {"lr": lr, "updates": float(done), "skipped": float(skips.count), **first}

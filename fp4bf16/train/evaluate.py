@@ -12,6 +12,7 @@ from ..align.guards import GuardReport, Guards
 from ..align.panel import Panel
 from ..align.rollout import healthy
 from ..diffusion.noise import integers
+from ..errors import NonFiniteError
 from .pictures import from_bytes, grid, to_bytes
 from .state import Run
 
@@ -35,7 +36,10 @@ def unit(panel: Panel) -> str:
     """Of the numbers that `judge` gives."""
     if len(panel.parts) > 1:
         return "standard deviations"
-    return panel.parts[0].unit
+    part = panel.parts[0]
+    if part.unit == "probability":  # minus log-odds, or so many times them
+        return "log-odds"
+    return part.unit if abs(part.weight) == 1 else f"{abs(part.weight):g} x {part.unit}".strip()
 
 
 def judge(panel: Panel, pictures: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -51,7 +55,7 @@ def judge(panel: Panel, pictures: np.ndarray, captions: Sequence[str]) -> tuple[
         found[:, good] = (
             (part.shown(some, prompts), part.shown_heldout(some, prompts))
             if probability
-            else (panel.reward(some, prompts), panel.heldout(some, prompts))
+            else (panel.shown_reward(some, prompts), panel.shown_heldout(some, prompts))
         )
     return found[0], found[1]
 
@@ -60,7 +64,14 @@ def guards(run: Run) -> Guards:
     """Guards against the real pictures of what is wanted and the base model's pictures."""
     if run.guards is None:
         base = from_bytes(run.arrays["base.pictures"])
-        run.guards = Guards(run.task.real(), base[healthy(base)])
+        good = healthy(base)
+        if good.sum() < 2:
+            raise NonFiniteError(
+                f"evaluate: {int((~good).sum())} of the base model's {len(good)} pictures are not finite, or "
+                f"constant; train it longer (base.steps), with a lower rate (base.lr), or begin with other "
+                f"weights (--from)"
+            )
+        run.guards = Guards(run.task.real(), base[good])
     return run.guards
 
 
@@ -79,7 +90,8 @@ def evaluate(run: Run, name: str) -> None:
         results |= {"heldout": float((heldout > 0.5).mean()), "heldout_probability": float(heldout.mean())}
     else:
         results["heldout"] = float(np.nanmean(heldout))
-    results["guards"] = guards(run).check(pictures[good]).as_dict()
+    # A model that draws no two good pictures is told so by the report, not by an error.
+    results["guards"] = guards(run).check(pictures[good]).as_dict() if good.sum() > 1 else {}
     run.results[name] = results
     run.log(**results)
     sheet = grid(run.arrays[f"{name}.pictures"][: min(len(captions), 96)], columns=12)

@@ -17,6 +17,7 @@ from .report import build_report
 from .state import Run, peak_rss_mb
 
 GALLERY = 24  # pairs of pictures shown
+COLLAPSED = "pictures that are finite and not constant"  # the guard before all others
 
 
 def _stage_seconds(lines: list[dict[str, Any]]) -> dict[str, float]:
@@ -45,6 +46,7 @@ def summarize(run: Run) -> dict[str, Any]:
         }
         for name, g in aligned["guards"].items()
     ]
+    broken = [row["name"] for row in rows if not row["holds"]] if rows else [COLLAPSED]
     lines = run.folder.metrics()
     return {
         "objective": run.config.align.objective,
@@ -58,7 +60,7 @@ def summarize(run: Run) -> dict[str, Any]:
         **_success(run.counters),
         "taken_back": int(run.counters.get("taken_back", 0)),
         "guards": rows,
-        "guards_broken": [row["name"] for row in rows if not row["holds"]],
+        "guards_broken": broken,
         "unhealthy": sum(int(line.get("unhealthy") or 0) for line in lines),
         "stage_seconds": _stage_seconds(lines),
         "peak_rss_mb": max([peak_rss_mb(), *(line.get("peak_rss_mb") or 0 for line in lines)]),

@@ -4,6 +4,7 @@ resumes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -31,6 +32,9 @@ def versions() -> dict[str, str]:
     found = {"fp4bf16": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for name in ("numpy", "ml_dtypes", "numba"):
         found[name] = importlib.metadata.version(name)
+    for name in ("pillow", "pyarrow", "torch"):  # some rewards and data depend on them
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 
@@ -90,7 +94,7 @@ class RunFolder:
             self.journal.clear()
             return None
         arrays, meta, wrong = found
-        if meta["config"] != config.to_dict():
+        if _differing(meta["config"], config.to_dict()):
             file = self.previous_file if wrong else self.checkpoint_file
             raise CheckpointError(
                 f"{file}: was written by another configuration than config.json beside it; name another "
@@ -175,7 +179,7 @@ class RunFolder:
 
     def _compare(self, config: Config) -> None:
         there, here = _flat(self.read_config()["config"]), _flat(config.to_dict())
-        different = [k for k in sorted({*there, *here}) if there.get(k) != here.get(k)]
+        different = _differing(self.read_config()["config"], config.to_dict())
         if different:
             k = different[0]
             more = f" and {len(different) - 1} more differ" if len(different) > 1 else ""
@@ -323,6 +327,16 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
         self._metrics = self._lock = None
+
+
+#: Settings that change nothing in the result: a run may go on with others.
+_FREE = ("align.workers",)
+
+
+def _differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Names of the settings that two configurations differ in, but for those that change nothing."""
+    a, b = _flat(there), _flat(here)
+    return [k for k in sorted({*a, *b}) if a.get(k) != b.get(k) and k not in _FREE]
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

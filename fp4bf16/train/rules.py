@@ -181,8 +181,16 @@ def _word_rules(c: Config) -> list[tuple[bool, str]]:
             a.objective != "ppo" or a.steps > 1,
             "align.steps: is 1, but ppo learns nothing from the last step; use 2",
         ),
-        (a.workers >= 0, f"align.workers: is {a.workers}, but it cannot be negative"),
-        (c.nft.kl >= 0, f"nft.kl: is {c.nft.kl}, but it cannot be negative"),
+        (
+            a.pairs == "data"
+            or (a.objective != "ppo" and c.diffusion.sampler != "ancestral")
+            or a.explore_steps == a.steps,
+            f"align.explore_steps: is {a.explore_steps}, but the ancestral sampler, which ppo takes, makes "
+            f"another picture of a seed in {a.explore_steps} steps than in the {a.steps} of align.steps; "
+            f"give both the same",
+        ),
+        (a.workers >= 0, f"align.workers: is {a.workers}, but it cannot be negative; use 0 or more"),
+        (c.nft.kl >= 0, f"nft.kl: is {c.nft.kl}, but it cannot be negative; use 0 or more"),
         (
             math.isfinite(c.diffusion.guidance),
             f"diffusion.guidance: is {c.diffusion.guidance}, give a number",
@@ -203,8 +211,8 @@ def _align_rules(c: Config) -> list[tuple[bool, str]]:
             f"align.timestep_fraction: is {a.timestep_fraction}, but it is a share over 0, at most 1",
         ),
         (0 <= a.decay <= 1, f"align.decay: is {a.decay}, but it is a share from 0 to 1"),
-        (a.iterations >= 0, f"align.iterations: is {a.iterations}, but it cannot be negative"),
-        (a.retries >= 0, f"align.retries: is {a.retries}, but it cannot be negative"),
+        (a.iterations >= 0, f"align.iterations: is {a.iterations}, but it cannot be negative; use 0 or more"),
+        (a.retries >= 0, f"align.retries: is {a.retries}, but it cannot be negative; use 0 or more"),
         (a.select in SELECT, f"align.select: {a.select!r} is not known{nearest(a.select, SELECT)}"),
         (
             a.explore_track in ("fp4", "bf16"),

@@ -23,7 +23,7 @@ def execute(run: Run) -> dict[str, Any]:
 def train_base(run: Run) -> None:
     """The base model, captions dropped now and then, the average of the weights kept."""
     c, engine = run.config.base, run.engine
-    feed, skips = run.task.base(run), Skips("base")
+    feed, skips = run.task.base(run), Skips("base", run.counters)
     run.progress.stage(
         "base", c.steps, run.step, f"{engine.size / 1e6:.2f} M parameters, {run.task.facts.split(',')[0]}"
     )

@@ -96,7 +96,6 @@ class Run:
         self.arrays: dict[str, np.ndarray] = {}  # pictures and scores of the evaluations
         self.results: dict[str, Any] = {}  # numbers of the evaluations, needed at the end
         self.counters: dict[str, float] = {}  # what is counted over the whole run
-        self.router: dict[str, Any] = {}  # what a router decided, kept as it is
         self._streams: dict[str, Any] = {}
         self._positions: dict[str, Any] = {}  # of streams that are not open yet
         self.stage, self.step = STAGES[0], 0
@@ -136,7 +135,7 @@ class Run:
         """Skip the base training: its model is `start`; and the judges' where `start` has the same ones."""
         self.engine.begin_alignment(start.arrays)
         self.log(step=0, **start.identity())
-        if judges := start.judges(self.config):
+        if judges := start.judges(self.config, self.task.identity):
             self.panel.load_state_dict(judges)
             self.results["judge_accuracy"] = dict(start.accuracy)
             self.progress.say(f"judges: those of {start.source}, which this run would train alike")
@@ -178,18 +177,24 @@ class Run:
             "words": list(self.model.vocabulary.words),
             "results": self.results,
             "counters": self.counters,
-            "router": self.router,
+            "data": self.task.identity,
             "streams": self._positions | opened,
         }
         self.folder.save(arrays | give(self.arrays, "result"), meta)
 
     def restore(self, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
         """Take up the state that `save` wrote; `CheckpointError` when it does not fit this configuration."""
+        same_words = tuple(meta["words"]) == self.model.vocabulary.words
+        if not same_words or meta.get("data") != self.task.identity:
+            raise CheckpointError(
+                f"{self.folder.checkpoint_file}: the data have changed since the run began (now it is "
+                f"{self.task.facts}); bring the files back as they were, or name another folder with --out"
+            )
         try:
             self.engine.restore(arrays, int(meta["updates"]), aligning=meta["stage"] != "base")
             self.panel.load_state_dict(take(arrays, "panel"))
             self.arrays, self.results = take(arrays, "result"), meta["results"]
-            self.counters, self.router = meta.get("counters", {}), meta.get("router", {})
+            self.counters = meta.get("counters", {})
             self._positions = meta.get("streams", {})
             self.stage, self.step = meta["stage"], int(meta["step"])
             if self.stage not in STAGES:
@@ -205,6 +210,10 @@ class Run:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
     if isinstance(value, (float, np.floating)):
         return float(value) if math.isfinite(value) else None
     return value.item() if isinstance(value, np.generic) else value

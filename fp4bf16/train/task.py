@@ -37,6 +37,7 @@ class Task(Protocol):
     words: Vocabulary
     paired: bool  # whether there are winners and losers
     facts: str  # what it is, in a sentence for the report
+    identity: Any  # JSON values that tell it from one whose files have changed
 
     def real(self) -> np.ndarray:
         """Real pictures of what the policy should draw, (n, size, size, 3), n >= 2."""
@@ -88,6 +89,8 @@ def base_seeds(config: Config) -> dict[str, int]:
 
 class EmojiTask:
     """The emoji pairs: the base learns both styles, the policy is to prefer one."""
+
+    identity = None  # they ship with the package, whose version the folder of a run keeps
 
     def __init__(self, config: Config):
         self.config, self.pairs = config, load_pairs(config.size)
@@ -163,6 +166,7 @@ class OwnTask:
             )
         source = self.pictures or self.pairs
         self.noun = source.noun
+        self.identity = [None if s is None else s.identity for s in (self.pictures, self.pairs)]
         counts: dict[str, Counter[str]] = {role: Counter() for role in ROLES}
         for caption in source.captions(CAPTIONS):
             counts[source.role(caption)][caption] += 1
@@ -252,10 +256,11 @@ class Windows:
         return self._data
 
     def _window(self, number: int) -> BaseData:
-        of, batch = self._of, self._of.config.base.batch
-        pictures, *rest = self._stream.next(self._steps * batch)
+        of, count = self._of, self._steps * self._of.config.base.batch
+        paired = isinstance(of.part.source, PairSource)
+        pictures, *rest = self._stream.next(-(-count // 2) if paired else count)
         captions = of.model.encode(rest[-1])
-        if len(rest) == 2:  # pairs: the base learns both pictures of each
+        if paired:  # the base learns both pictures of each
             pictures, captions = np.concatenate([pictures, rest[0]]), np.concatenate([captions, captions])
         seeds, levels = base_seeds(of.config), len(of.model.schedule)
         order = permutation(seeds["row"], number, len(pictures))

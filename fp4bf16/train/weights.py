@@ -53,7 +53,7 @@ class Start:
     """Weights by name (float32), with the configuration and the words that they were trained with.
 
     source: what the user named, for messages. panel, accuracy: of the judges that the same run has trained,
-    if it has.
+    if it has; data: the identity of its data (`task.Task`).
     """
 
     source: str
@@ -62,12 +62,14 @@ class Start:
     words: tuple[str, ...]
     panel: Mapping[str, np.ndarray] = field(default_factory=dict)
     accuracy: Mapping[str, float] = field(default_factory=dict)
+    data: Any = None
 
-    def judges(self, config: Config) -> Mapping[str, np.ndarray]:
-        """The state of a panel (`align.panel.Panel`) that a run of `config` would train alike; else empty. A
-        sum of rewards is trained anew, for its scales have followed that run's pictures.
+    def judges(self, config: Config, data: Any) -> Mapping[str, np.ndarray]:
+        """The state of a panel (`align.panel.Panel`) that a run of `config` on `data` would train alike; else
+        empty. A sum of rewards is trained anew, for its scales have followed that run's pictures.
         """
         same = all(_setting(self.config, name) == _setting(config, name) for name in _JUDGED)
+        same = same and self.data == data
         return self.panel if same and len(parse_weights(config.align.reward)) == 1 else {}
 
     def identity(self) -> dict[str, str]:
@@ -155,7 +157,8 @@ def _read_checkpoint(source: str, path: Path) -> Start:
     trained = meta["stage"] not in ("base", "judges")
     panel = checkpoint.take(arrays, "panel") if trained else {}
     accuracy = meta.get("results", {}).get("judge_accuracy", {})
-    return Start(source, average, check(from_dict(meta["config"])), tuple(meta["words"]), panel, accuracy)
+    return Start(source, average, check(from_dict(meta["config"])), tuple(meta["words"]), panel, accuracy,
+                 meta.get("data"))  # fmt: skip
 
 
 def _read_base(source: str, path: Path, need_recipe: bool = False) -> Start:

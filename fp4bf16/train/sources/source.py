@@ -21,7 +21,8 @@ class Source:
     """What `PictureSource` and `PairSource` have in common.
 
     size: pixels a side; seed: of the order; shuffle: among how many samples of shards the order is drawn
-    (0: the order of the files); faults: what was wrong with files when the set was opened.
+    (0: the order of the files); faults: what was wrong with files when the set was opened; identity: a dict
+    of JSON values that tells this set from one whose files have changed.
     """
 
     pictures = 1  # a sample
@@ -30,7 +31,7 @@ class Source:
     def __init__(self, path: str, reader: Reader, size: int, seed: int, shuffle: int):
         self.path, self.reader, self.size, self.seed, self.shuffle = path, reader, size, seed, shuffle
         self.noun, self.faults = reader.noun, dict(reader.faults)
-        self._identity = reader.identity()
+        self.identity = reader.identity()
         known = len(reader) if hasattr(reader, "record") else reader.units
         if not known:
             raise self._nothing(Counts(faults=self.faults))
@@ -47,7 +48,7 @@ class Source:
         are asked for, where not one is good.
         """
         order = self._order(self.shuffle, role, word)
-        settings = {"format": FORMAT, "set": self._identity, "seed": self.seed, "shuffle": self.shuffle}
+        settings = {"format": FORMAT, "set": self.identity, "seed": self.seed, "shuffle": self.shuffle}
         settings |= {"role": role, "word": word}
         skip = 0 if state is None else self._restore(order, state, settings)
         return Stream(order, self.pictures, skip, settings, self._explain)
@@ -92,7 +93,7 @@ class Source:
         """Bring the order to the position of a state; how many samples behind it the state stands."""
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             raise ConfigError(f"{self.setting}: the saved position is no {FORMAT}; start a new run")
-        if state.get("set") != self._identity:
+        if state.get("set") != self.identity:
             raise ConfigError(self._changed(state.get("set")))
         for name in _SETTINGS:
             if state.get(name) != settings[name]:
@@ -104,7 +105,7 @@ class Source:
             order.restore(state)
             return check_skip(state)
         except Changed:
-            raise ConfigError(self._changed(self._identity)) from None
+            raise ConfigError(self._changed(self.identity)) from None
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{self.setting}: the saved position cannot be used ({error}); start a new run"
@@ -115,7 +116,7 @@ class Source:
             f"{known['files']:,} files with {known['bytes']:,} bytes"
             if isinstance(known, Mapping) and {type(known.get(k)) for k in ("files", "bytes")} == {int}
             else "other files"
-            for known in (before, self._identity)
+            for known in (before, self.identity)
         )
         what = f"{then} then, {now} now" if then != now else f"{now} as then, but with other names or content"
         return (
