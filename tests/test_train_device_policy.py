@@ -17,20 +17,22 @@ pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 from host_cuda import host_cuda  # noqa: E402, F401  (a fixture)
 from test_train_device import gpu, near, pair_of_engines, tiny  # noqa: E402, F401  (a fixture)
 
+from fp4bf16 import device  # noqa: E402
 from fp4bf16.align.rollout import Rollout  # noqa: E402
 from fp4bf16.errors import ConfigError, ShapeError  # noqa: E402
 from fp4bf16.train import checkpoint  # noqa: E402
 from fp4bf16.train.data import Vocabulary, load_pairs  # noqa: E402
 from fp4bf16.train.denoiser import Denoiser  # noqa: E402
 from fp4bf16.train.device import CudaEngine  # noqa: E402
-from fp4bf16.train.policy import batches, make_data  # noqa: E402
+from fp4bf16.train.policy import PairData, SampleData, TrajectoryData, batches, make_data  # noqa: E402
 
 ALL = pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])
 
 
 def aligning(objective: str, *more: str):
     """(CPU, device) that begin to align from the same weights, after a step of the base training."""
-    settings = f"align.objective={objective}", "align.steps=3", "align.batch=5", *more
+    steps = "align.steps=3", "align.explore_steps=3"  # the same, as PPO asks
+    settings = f"align.objective={objective}", *steps, "align.batch=5", *more
     host, ours, data = pair_of_engines(tiny(*settings))
     host.base_step(data, 0, 1e-3)
     ours.restore(host.state(), host.updates, aligning=False)
@@ -62,21 +64,117 @@ def taught(engine, number: int = 0, lr: float = 1e-3, data=None) -> list:
     return results
 
 
+def scaled(host, data):
+    """The data of the CPU as the GPU has them: its latents are in the scale that its network sees. And by
+    what each latent was divided.
+    """
+    if not isinstance(data, TrajectoryData):
+        return data, None
+    scale = np.append(host.model.schedule.norm[data.timesteps], 1).astype(np.float32)
+    return dataclasses.replace(data, latents=data.latents / scale.reshape(-1, 1, 1, 1, 1)), scale
+
+
+class Told:
+    """An output that was computed elsewhere, in place of the network's: it keeps the gradient it is given."""
+
+    def __init__(self, data):
+        self.data, self.gradient = data, None
+
+    def backward(self, gradient):
+        self.gradient = gradient
+
+
+def overheard(ours, patch) -> dict:
+    """What the device's step says and is told: outputs of the policy, of the others, the gradient in the
+    output, each in the list of its name.
+    """
+    heard = {"output": [], "frozen": [], "gradient": []}
+    by, backward = ours._by, ours._backward
+
+    def _by(*arguments):
+        found = by(*arguments)
+        heard["frozen"].append(device.to_host(found))
+        return found
+
+    def _backward(output, gradient):
+        heard["output"].append(device.to_host(device.operand(output.data, "output")))
+        heard["gradient"].append(device.to_host(gradient))
+        backward(output, gradient)
+
+    patch.setattr(ours, "_by", _by)
+    patch.setattr(ours, "_backward", _backward)
+    return heard
+
+
+def of_the_host(host, data, some, heard, patch):
+    """(result, gradient in the output) of the CPU's step, with the outputs that the device's network had."""
+    count, n = some.stop - some.start, len(heard["output"][-1])
+    rows = np.arange(n)  # of the device's batch, which the CPU does not fill up but for PPO
+    if isinstance(data, PairData):
+        rows = np.append(rows[:count], rows[n // 2 : n // 2 + count])
+    elif isinstance(data, SampleData):
+        rows = rows[:count]
+    told, frozen = Told(heard["output"].pop()[rows]), [a[rows] for a in heard["frozen"]]
+    heard["frozen"].clear()
+    patch.setattr(host.model, "policy", lambda *x: told)
+    patch.setattr(host, "_frozen", lambda weights: lambda *x: frozen.pop(0))
+    result = host.policy_step(data, some, 1e-3)
+    assert not frozen
+    gradient = heard["gradient"].pop()
+    assert not np.delete(gradient, rows, 0).any()  # what fills the batch up
+    return result, told.gradient, gradient[rows]
+
+
+@ALL
+@pytest.mark.parametrize("schedule", ["cosine", "ve"])
+def test_losses_and_gradients_are_the_cpus_of_the_same_outputs(gpu, objective, schedule, monkeypatch):  # noqa: F811
+    """From what the device's networks said the CPU's step has the same loss, statistics and gradient, to the
+    rounding of float32: every factor, every row, in full batches and in one that is filled up, at the first
+    update and after some, when nothing is 0 any more. The norm is that of the gradient that lies there.
+    """
+    more = "align.beta=20", "ppo.clip=0.2", "align.hold=3", "nft.kl=0.5", f"diffusion.schedule={schedule}"
+    host, ours = aligning(objective, *more)
+    data = make_data(host.config, host, len, rollout_of(host, keep=4), 0)
+    made, scale = scaled(host, data)
+    slices = batches(host.config, data)
+    assert {s.stop - s.start for s in slices} > {5} and len(slices) >= 2
+    heard = overheard(ours, monkeypatch)
+    host.begin(data)
+    for number in range(2):
+        ours.begin(made)
+        if objective == "ppo":  # a density of other units
+            host._old_logp = ours._old_logp - np.log(scale[data.step + 1].astype(np.float64))
+        for some in slices:
+            got = ours.policy_step(made, some, 3e-3)
+            want, gradient, slope = of_the_host(host, data, some, heard, monkeypatch)
+            np.testing.assert_allclose(slope, gradient, rtol=1e-4, atol=2e-6 * np.abs(gradient).max())
+            assert got.loss == pytest.approx(want.loss, rel=1e-5) and set(got.stats) == set(want.stats)
+            for name, value in want.stats.items():
+                assert got.stats[name] == pytest.approx(value, rel=2e-5, abs=1e-7), name
+            there = device.to_host(ours.parameters.grad).astype(np.float64)
+            assert got.norm == pytest.approx(np.sqrt((there**2).sum()), rel=1e-5)
+            heard["frozen"].clear()
+        ours.end_iteration(number)
+        assert number == 0 or got.stats["drift"] > 1e-3
+        if number == 0 and objective == "nft":
+            np.testing.assert_array_equal(device.to_host(ours.old.data), device.to_host(ours.parameters.data))
+            host._begun = data
+
+
 @ALL
 @pytest.mark.parametrize("schedule", ["cosine", "ve"])
 def test_policy_steps_are_the_cpus(gpu, objective, schedule):  # noqa: F811
     """The same entries on both: losses, norms and statistics agree, at the first update and after some."""
     more = "align.beta=20", "ppo.clip=0.2", f"diffusion.schedule={schedule}"
     host, ours = aligning(objective, *more)
-    data = made = make_data(host.config, host, len, rollout_of(host), 0)
-    if objective == "ppo":  # the GPU's latents are in the scale that its network sees
-        scale = np.append(host.model.schedule.norm[data.timesteps], 1).astype(np.float32)
-        made = dataclasses.replace(data, latents=data.latents / scale.reshape(-1, 1, 1, 1, 1))
+    data = make_data(host.config, host, len, rollout_of(host), 0)
+    made, _ = scaled(host, data)
     for number in range(2):
         for a, b in zip(taught(host, number, 3e-4, data), taught(ours, number, 3e-4, made), strict=True):
             assert set(a.stats) == set(b.stats) and b.finite
             assert b.loss == pytest.approx(a.loss, rel=0.05, abs=2e-3)
             assert b.norm == pytest.approx(a.norm, rel=0.25)
+            print("NORM", objective, schedule, b.norm / a.norm - 1, b.loss / a.loss - 1, b.loss - a.loss, {n: b.stats[n]/a.stats[n]-1 for n in ("kl","drift") if a.stats[n]})
             for name in [n for n in a.stats if n.startswith(("errors/", "loss/p", "loss/n")) or n == "ratio"]:
                 assert b.stats[name] == pytest.approx(a.stats[name], rel=0.05), name
             for name in ("kl", "drift"):

@@ -68,7 +68,9 @@ class NFTLoss(NamedTuple):
 
 def old_share(step: int) -> float:
     """What remains of the old policy after iteration number `step` (from 0): old <- share old + (1 - share)
-    new, share = min(0.001 step, 0.5), the released code's decay of type 1.
+    new, share = min(0.001 step, 0.5), the released code's decay of type 1. That code counts updates of its
+    optimizer, of which one of its iterations makes one; here an iteration makes one for every `align.batch`
+    entries, and iterations are what is counted.
 
     >>> old_share(0), old_share(250), old_share(10_000)
     (0.0, 0.25, 0.5)
@@ -78,7 +80,7 @@ def old_share(step: int) -> float:
 
 def nft_loss(
     output: Any, old: Any, reference: Any, x_t: Any, x0: Any, coefficients: tuple[Any, Any], advantage: Any,
-    settings: NFTSettings = NFTSettings(),
+    settings: NFTSettings = NFTSettings(), live: Any | None = None,
 ) -> NFTLoss:  # fmt: skip
     """The loss of a batch and its gradient, by hand: see the module.
 
@@ -88,6 +90,8 @@ def nft_loss(
         coefficients: (a, b) of each picture, n elements each: x0 = a x_t + b output
             (`Schedule.x0_coefficients`).
         advantage: (n,), clipped here.
+        live: (n,), 0 for pictures that only fill the batch up; None: all are real. Where all are 1 the result
+            is that of None, bit for bit.
 
     All are NumPy's or all CuPy's arrays; nothing is read back, so that a CUDA graph can hold the call.
     Statistics (`NFT_STATS`): the two parts of the loss and kl times its weight; "kl", mean of (output -
@@ -103,8 +107,10 @@ def nft_loss(
     >>> float(loss.values[0]), loss.gradient[:, 0].tolist()     # towards the first, away from the second
     (5.0, [-1.25, 1.25])
     """
-    _check_shapes(output, old, reference, x_t, x0, coefficients, advantage)
+    _check_shapes(output, old, reference, x_t, x0, coefficients, advantage, live)
     xp, n, c, beta = namespace(output), len(output), settings.advantage_clip, settings.beta
+    live = xp.ones(n) if live is None else live.astype(np.float64)
+    share = live * (n / live.sum())  # the mean over n of what is multiplied by it is that of the real ones
     across = (n, *(1,) * (output.ndim - 1))
     a, b = (k.reshape(across).astype(output.dtype) for k in coefficients)
     unit = 1 / xp.maximum(abs(b), 1)
@@ -118,17 +124,18 @@ def nft_loss(
     positive = c / beta * r * _mean(xp, plus * plus) / weight_plus
     negative = c / beta * (1 - r) * _mean(xp, minus * minus) / weight_minus
     distance = output - reference
-    kl = _mean(xp, distance * distance).mean()
-    loss = (positive + negative).mean() + settings.kl * kl
+    kl = (_mean(xp, distance * distance) * share).mean()
+    loss = ((positive + negative) * share).mean() + settings.kl * kl
     slope = 2 * c / output.size  # beta of d x0± and 1 / beta of the loss cancel
-    pull, push = ((slope * w).reshape(across).astype(output.dtype) for w in
-                  (r / weight_plus, (1 - r) / weight_minus))  # fmt: skip
+    pull, push, back = ((w * share).reshape(across).astype(output.dtype) for w in
+                        (slope * (r / weight_plus), slope * ((1 - r) / weight_minus),
+                         2 * settings.kl / output.size))  # fmt: skip
     gradient = unit * b * (pull * plus - push * minus)
-    gradient += distance * output.dtype.type(2 * settings.kl / output.size)
+    gradient += distance * back
     reward = _mean(xp, error_ref * error_ref) - _mean(xp, error * error)
-    moved = _mean(xp, (output - old) ** 2).mean()
-    values = [loss, positive.mean(), negative.mean(), settings.kl * kl, *_rewards(xp, reward, r), kl, moved,
-              advantage.mean()]  # fmt: skip
+    moved = (_mean(xp, (output - old) ** 2) * share).mean()
+    values = [loss, (positive * share).mean(), (negative * share).mean(), settings.kl * kl,
+              *_rewards(xp, reward, r, live), kl, moved, (advantage * share).mean()]  # fmt: skip
     return NFTLoss(packed(xp, values), gradient)
 
 
@@ -137,9 +144,9 @@ def _mean(xp: Any, x: Any) -> Any:
     return x.reshape(len(x), -1).mean(axis=1, dtype=np.float64)
 
 
-def _rewards(xp: Any, reward: Any, r: Any) -> tuple[Any, Any, Any, Any]:
+def _rewards(xp: Any, reward: Any, r: Any, live: Any) -> tuple[Any, Any, Any, Any]:
     """Means of the implicit rewards of pictures with r above and under 1/2, margin and accuracy."""
-    side = xp.sign(r - 0.5)
+    side = xp.sign(r - 0.5) * live
     chosen, rejected = ((reward * (side == s)).sum() / xp.maximum((side == s).sum(), 1) for s in (1, -1))
     told = side * side
     right = (told * (0.5 + 0.5 * xp.sign(reward * side))).sum()
@@ -147,14 +154,17 @@ def _rewards(xp: Any, reward: Any, r: Any) -> tuple[Any, Any, Any, Any]:
     return chosen, rejected, chosen - rejected, right / xp.maximum(told.sum(), 1) + undecided
 
 
-def _check_shapes(output, old, reference, x_t, x0, coefficients, advantage) -> None:
+def _check_shapes(output, old, reference, x_t, x0, coefficients, advantage, live) -> None:
     n = len(output)
     for name, array in (("old", old), ("reference", reference), ("x_t", x_t), ("x0", x0)):
         if array.shape != output.shape:
             raise ShapeError(f"nft_loss: {name} has shape {array.shape} but output has shape {output.shape}; "
                              f"they must be equal")  # fmt: skip
-    for name, array in (("a", coefficients[0]), ("b", coefficients[1]), ("advantage", advantage)):
-        if array.size != n or (name == "advantage" and array.ndim != 1):
+    rest = (("a", coefficients[0]), ("b", coefficients[1]), ("advantage", advantage), ("live", live))
+    for name, array in rest:
+        if array is None:
+            continue
+        if array.size != n or (name in ("advantage", "live") and array.ndim != 1):
             raise ShapeError(f"nft_loss: {name} has shape {array.shape} but there are {n} pictures; give one "
                              f"value a picture")  # fmt: skip
     if not n:

@@ -30,7 +30,7 @@ from .drift import hold as hold_together
 from .drift import packed
 
 #: Order of the numbers of `ppo_loss`.
-PPO_STATS = ("loss", "ratio", "ratio_spread", "clipfrac", "advantage", "kl")
+PPO_STATS = ("loss", "ratio", "ratio_spread", "clipfrac", "advantage", "kl", "approx_kl")
 #: Columns of `step_table`: x0 = a x + b output, mu = p x0 + q x, deviation s, |x0| at most `bound`.
 COLUMNS = ("a", "b", "p", "q", "s", "bound")
 
@@ -131,7 +131,9 @@ def ppo_loss(
     All are NumPy's or all CuPy's arrays; nothing is read back. Statistics (`PPO_STATS`): "ratio", mean of
     rho; "ratio_spread", the largest |rho - 1|; "clipfrac", share of steps whose ratio is outside 1 +- clip;
     "advantage", mean; "kl", mean of (mu - mu_ref)² / (2 s²), the divergence from the reference of one element
-    of one step, which is no part of the loss.
+    of one step, which is no part of the loss; "approx_kl", mean of (log p - log p_old)² / 2, how far the
+    policy has gone from the one that drew the steps: the estimator k2 of Schulman 2020, "Approximating KL
+    Divergence", by the name that DDPO's code and TRL have for it, of log p averaged over elements as theirs.
 
     Raises `ShapeError` where shapes do not belong together.
 
@@ -142,12 +144,13 @@ def ppo_loss(
     >>> loss.values[:2].tolist(), float(loss.gradient[0, 0])
     ([-3.0, 1.0], -0.75)
     """
-    _check_shapes(output, reference, x, following, rows, advantage, old)
+    _check_shapes(output, reference, x, following, rows, advantage, old, live)
     xp = namespace(output)
     logp, slope = log_probability(output, x, following, rows)
     live = xp.ones(len(output)) if live is None else live.astype(np.float64)
     count = live.sum()
-    ratio = xp.exp(logp - old)
+    change = logp - old
+    ratio = xp.exp(change)
     plain, bounded = -advantage * ratio, -advantage * ratio.clip(1 - clip, 1 + clip)
     loss = (xp.maximum(plain, bounded) * live).sum() / count
     # in the ratio, by the ratio: that is in log p. Where the bounded form is the larger one it is constant.
@@ -157,19 +160,20 @@ def ppo_loss(
     mu, mu_ref = step_mean(output, x, rows)[0], step_mean(reference, x, rows)[0]
     kl = ((mu - mu_ref) ** 2).reshape(len(mu), -1).mean(axis=1) / (2 * rows[:, 4] ** 2)
     values = [loss, (ratio * live).sum() / count, off.max(), ((off > clip) * live).sum() / count,
-              (advantage * live).sum() / count, (kl * live).sum() / count]  # fmt: skip
+              (advantage * live).sum() / count, (kl * live).sum() / count,
+              0.5 * (change * change * live).sum() / count]  # fmt: skip
     return PPOLoss(packed(xp, values), gradient)
 
 
-def _check_shapes(output, reference, x, following, rows, advantage, old) -> None:
+def _check_shapes(output, reference, x, following, rows, advantage, old, live) -> None:
     n = len(output)
     for name, array in (("reference", reference), ("x", x), ("following", following)):
         if array.shape != output.shape:
             raise ShapeError(f"ppo_loss: {name} has shape {array.shape} but output has shape {output.shape}; "
                              f"they must be equal")  # fmt: skip
     for name, array, shape in (("rows", rows, (n, len(COLUMNS))), ("advantage", advantage, (n,)),
-                               ("old", old, (n,))):  # fmt: skip
-        if array.shape != shape:
+                               ("old", old, (n,)), ("live", live, (n,))):  # fmt: skip
+        if array is not None and array.shape != shape:
             raise ShapeError(f"ppo_loss: {name} has shape {array.shape} but there are {n} steps; pass one of "
                              f"shape {shape}")  # fmt: skip
     if not n:

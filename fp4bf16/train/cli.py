@@ -45,8 +45,8 @@ def add_parsers(subparsers: Any) -> None:
     """
     train = subparsers.add_parser(
         "train",
-        help="train a small diffusion model, then align it by DPO",
-        description="Trains a diffusion model on pictures in two drawing styles, explores on the FP4 track, "
+        help="train a small diffusion model, then align it with a reward",
+        description="Trains a diffusion model on captioned pictures, explores on the FP4 track, "
         "labels and trains on BF16, and writes a report. The same command again goes on where the run was "
         "left.",
     )

@@ -58,7 +58,7 @@ class CudaEngine(CudaPolicy, CudaSampler):
         self.alpha_bar = device.from_host(model.schedule.alpha_bar, self.like, "alpha_bar")
         self.updates, self._aligning = 0, False
         self.old: DeviceParameters | None = None  # NFT's old policy
-        self._room: dict[str, int] = {}  # pictures, or pairs, that the buffers of an objective hold
+        self._room: dict[str, tuple[int, int]] = {}  # pictures (or pairs) and entries that buffers hold
         self._base: BaseData | None = None
         self._shown: tuple[DeviceArray | None, ...] = ()  # its pictures and captions on the device
         self._ahead: tuple[int, np.ndarray] = (-1, np.empty(0))  # a step and its rows, drawn early

@@ -7,6 +7,7 @@ in which every schedule is a VP one (`Schedule.scaled`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from .. import device
 from ..adapters import DeviceArray
-from ..align.drift import hold
+from ..align.drift import hold, packed
 from ..align.nft import NFT_STATS, NFTSettings, nft_loss, old_share
 from ..align.ppo import COLUMNS, PPO_STATS, Trajectories, check_clip, log_probability, ppo_loss, step_table
 from ..backends import cuda_diffusion, cuda_math
@@ -24,6 +25,7 @@ from ..diffusion.samplers import Step
 from ..errors import ConfigError
 from ..nn.cuda.parameters import DeviceParameters
 from ..nn.tape import no_grad
+from ..nn.xp import namespace
 from .device_sampler import _part
 from .policy import Data, PairData, SampleData, StepResult, TrajectoryData, batches, filled, stacked
 
@@ -43,14 +45,12 @@ class CudaPolicy:
     _begun: Data | None = None
     _seen: list[np.ndarray] | None = None  # latents, while `trajectories` draws
     _collecting: bool = False  # whether the old policy draws
-    _room: dict[str, int]
+    _room: dict[str, tuple[int, int]]
     _old_logp: np.ndarray
     _table: np.ndarray
 
     # ---- drawing
-    def collect(
-        self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16"
-    ) -> np.ndarray:  # fmt: skip
+    def collect(self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16") -> np.ndarray:
         """Pictures to learn from, as `HostPolicy.collect`."""
         if self.old is not None:
             self._collecting = True
@@ -95,24 +95,47 @@ class CudaPolicy:
             return
         name, parts = ("dpo", (data.chosen, data.rejected)) if isinstance(data, PairData) else (
             "nft", (data.pictures,))  # fmt: skip
-        count, c = len(parts[0]), self.config.align
-        self._room[name] = max(self._room.get(name, c.prompts * c.keep // len(parts)), count)
-        pictures, captions = self._buffers(name)
+        count = len(parts[0])
+        self._make_room(name, count, len(data))
+        room, (pictures, captions, noise) = self._room[name][0], self._buffers(name)
         for i, part in enumerate(parts):
-            device.write(_part(pictures, i * self._room[name], i * self._room[name] + count), part)
+            device.write(_part(pictures, i * room, i * room + count), part)
         device.write(_part(captions, 0, count), data.captions)
         device.write(self.memory_of(f"{name} seed", (1,), "uint64"), np.array([data.noise[0]], np.uint64))
         device.write(self.memory_of(f"{name} number", (1,), "uint32"), np.array([data.noise[1]]))
-        eps = self.memory_of(f"{name} noise", (len(data), *self.model.shape))
+        eps = _part(noise, 0, len(data))
         self._normal(name, device.reshape(eps, (1, eps.size)), self._stream())
 
-    def _buffers(self, name: str) -> tuple[DeviceArray, DeviceArray]:
-        """Pictures (of pairs the chosen ones first) and captions: larger than an iteration may need, so that
-        one graph serves all.
+    def _make_room(self, name: str, count: int, entries: int) -> None:
+        """Room for as many pictures (or pairs) and entries as a rollout of the configuration can give, so
+        that one graph serves all iterations. Where more are given, buffers and graphs are made anew.
         """
-        room = self._room[name]
-        pictures = self.memory_of(f"{name} pictures", ((2 if name == "dpo" else 1) * room, *self.model.shape))
-        return pictures, self.memory_of(f"{name} captions", (room, len(self.model.vocabulary)))
+        c = self.config.align
+        most = c.prompts * c.keep // (2 if name == "dpo" else 1)
+        before = self._room.get(name)
+        room = before or (most, most * c.timesteps)
+        self._room[name] = max(room[0], count), max(room[1], entries)
+        if before not in (None, self._room[name]):
+            for key in [key for key in self._graphs if key[0] == name]:
+                self._graphs.pop(key)
+            self.memory_of.drop(*(f"{name} {kind}" for kind in ("pictures", "captions", "noise")))
+
+    def _buffers(self, name: str) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+        """Pictures (of pairs the chosen ones first) and captions, one a picture or pair, and noise, one an
+        entry.
+        """
+        (room, entries), shape, words = self._room[name], self.model.shape, len(self.model.vocabulary)
+        pictures = self.memory_of(f"{name} pictures", ((2 if name == "dpo" else 1) * room, *shape))
+        return (pictures, self.memory_of(f"{name} captions", (room, words)),
+                self.memory_of(f"{name} noise", (entries, *shape)))  # fmt: skip
+
+    def _write_noise(self, name: str, some: slice, into: DeviceArray) -> None:
+        """The noise of the entries `some`, filled up with that of the last (see `policy.filled`)."""
+        raw, noise = cuda_math.of(into).raw, self._buffers(name)[2]
+        count = some.stop - some.start
+        device.assign(_part(into, 0, count), _part(noise, some.start, some.stop))
+        if count < len(raw(into)):
+            raw(into)[count:] = raw(noise)[some.stop - 1]
 
     def _begin_trajectories(self, data: TrajectoryData) -> None:
         model, self._old_logp = self.model, np.empty(len(data))
@@ -159,14 +182,15 @@ class CudaPolicy:
 
     # ---- DPO
     def _dpo(self, data: PairData, some: slice) -> dict[str, float]:
-        row, t, room = data.row[some], data.t[some], self._room["dpo"]
-        n, noise = len(row), self.memory_of("dpo noise", (len(data), *self.model.shape))
-        index = np.stack([np.concatenate(two) for two in ((row, row + room), (t, t), (row, row))])
-        device.write(self.memory_of("dpo rows", (3, 2 * n), "int64"), index)
+        index, live = filled(some, self.config.align.batch)
+        n, room, row, t = len(index), self._room["dpo"][0], data.row[index], data.t[index]
+        rows = np.stack([np.concatenate(two) for two in ((row, row + room), (t, t), (row, row))])
+        device.write(self.memory_of("dpo rows", (3, 2 * n), "int64"), rows)
+        device.write(self.memory_of("dpo live", (2 * n,), "float64"), np.concatenate([live, live]))
         both = self.memory_of("dpo eps", (2 * n, *self.model.shape))
         for start in (0, n):  # both pictures of a pair have the same noise
-            device.assign(_part(both, start, start + n), _part(noise, some.start, some.stop))
-        self._run(("dpo", n, room), lambda stream: self._dpo_graph(stream, n))
+            self._write_noise("dpo", some, _part(both, start, start + n))
+        self._run(("dpo", n), lambda stream: self._dpo_graph(stream, n))
         return self._read("dpo", DPO_NUMBERS)
 
     def _dpo_graph(self, stream: int, n: int) -> None:
@@ -174,7 +198,7 @@ class CudaPolicy:
         shape, c = self.model.shape, self.config.align
         rows = self.memory_of("dpo rows", (3, 2 * n), "int64")
         row, t, worded = (device.operand(rows.owner[i], "rows") for i in range(3))
-        pictures, captions = self._buffers("dpo")
+        pictures, captions, _ = self._buffers("dpo")
         x, target = self._noised(pictures, row, self.memory_of("dpo eps", (2 * n, *shape)), t, stream)
         bag = self._bag(captions, worded, stream)
         anchor, errors, weight = (device.empty((2 * n,), "float64", self.like) for _ in range(3))
@@ -185,24 +209,45 @@ class CudaPolicy:
         gradient = device.empty(x.shape, "float32", self.like)
         cuda_diffusion.squared_error(prediction, target, errors, stream)
         found, count = self._found("dpo", DPO_NUMBERS), len(DPO_STATS)
-        cuda_diffusion.dpo(errors, anchor, c.beta, weight, _part(found, 0, count), stream)
+        self._dpo_loss(errors, anchor, weight, _part(found, 0, count), stream)
         cuda_diffusion.squared_error_backward(prediction, target, weight, gradient, stream)
         raw = cuda_math.of(x).raw
         numbers, slope, ours, theirs = (raw(a) for a in (found, gradient, prediction, frozen))
-        numbers[count] = hold(slope, ours, theirs, self._phases, c.beta * c.hold)
-        numbers[count + 1] = ((ours - theirs) ** 2).mean(dtype=np.float64)
+        live = raw(self.memory_of("dpo live", (2 * n,), "float64"))
+        numbers[count] = hold(slope, ours, theirs, self._phases, c.beta * c.hold, live)
+        apart = (ours - theirs) ** 2 * live.astype(ours.dtype).reshape(-1, *(1,) * len(shape))
+        numbers[count + 1] = apart.mean(dtype=np.float64) * (len(live) / live.sum())
         self._finish(output, slope, found, x, stream)
+
+    def _dpo_loss(
+        self, errors: DeviceArray, anchor: DeviceArray, weight: DeviceArray, stats: DeviceArray, stream: int
+    ) -> None:
+        """`align.dpo.dpo_loss` of the pairs that are live, by a kernel that knows none but live ones: pairs
+        that fill up get a margin of 0, and what they add to its means is taken out. In a full batch all this
+        is a product with 1 and a sum with 0.
+        """
+        raw = cuda_math.of(errors).raw
+        live = raw(self.memory_of("dpo live", errors.shape, "float64"))
+        share = len(live) / live.sum()
+        for one in (raw(errors), raw(anchor)):
+            one *= live
+        cuda_diffusion.dpo(errors, anchor, self.config.align.beta, weight, stats, stream)
+        factor, numbers = raw(weight), raw(stats)
+        factor *= live * share
+        filler = {"loss": math.log(2), "rewards/accuracies": 0.5}  # of a pair without a margin
+        numbers += (numbers - packed(namespace(live), [filler.get(s, 0.0) for s in DPO_STATS])) * (share - 1)
 
     # ---- NFT
     def _nft(self, data: SampleData, some: slice) -> dict[str, float]:
-        row, t, model, room = data.row[some], data.t[some], self.model, self._room["nft"]
-        n, noise = len(row), self.memory_of("nft noise", (len(data), *model.shape))
+        index, live = filled(some, self.config.align.batch)
+        n, row, t, model = len(index), data.row[index], data.t[index], self.model
         device.write(self.memory_of("nft rows", (2, n), "int64"), np.stack([row, t]))
-        device.assign(self.memory_of("nft eps", (n, *model.shape)), _part(noise, some.start, some.stop))
+        device.write(self.memory_of("nft live", (n,), "float64"), live)
+        self._write_noise("nft", some, self.memory_of("nft eps", (n, *model.shape)))
         a, b = model.schedule.scaled.x0_coefficients(t, model.prediction, 1)
         device.write(self.memory_of("nft coefficients", (2, n)), np.stack([a, b]))
         device.write(self.memory_of("nft advantage", (n,), "float64"), data.advantage[row])
-        self._run(("nft", n, room), lambda stream: self._nft_graph(stream, n))
+        self._run(("nft", n), lambda stream: self._nft_graph(stream, n))
         return self._read("nft", NFT_NUMBERS)
 
     def _nft_graph(self, stream: int, n: int) -> None:
@@ -210,7 +255,7 @@ class CudaPolicy:
         c, shape = self.config, (n, *self.model.shape)
         rows = self.memory_of("nft rows", (2, n), "int64")
         row, t = (device.operand(rows.owner[i], "rows") for i in range(2))
-        pictures, captions = self._buffers("nft")
+        pictures, captions, _ = self._buffers("nft")
         eps = self.memory_of("nft eps", shape)
         x, _ = self._noised(pictures, row, eps, t, stream)
         clean = device.empty(shape, "float32", self.like)
@@ -222,13 +267,13 @@ class CudaPolicy:
         ab = raw(self.memory_of("nft coefficients", (2, n)))
         settings = NFTSettings(c.nft.beta, c.nft.kl, c.nft.advantage_clip)
         arrays = [raw(a) for a in (prediction, *others, x, clean)]
-        advantage = raw(self.memory_of("nft advantage", (n,), "float64"))
-        values, gradient = nft_loss(*arrays, (ab[0], ab[1]), advantage, settings)
+        advantage, live = (raw(self.memory_of(f"nft {s}", (n,), "float64")) for s in ("advantage", "live"))
+        values, gradient = nft_loss(*arrays, (ab[0], ab[1]), advantage, settings, live)
         found = self._found("nft", NFT_NUMBERS)
         numbers, count = raw(found), len(NFT_STATS)
         numbers[:count] = values
         weight = c.nft.advantage_clip * c.align.hold
-        numbers[count] = hold(gradient, arrays[0], arrays[2], self._phases, weight)
+        numbers[count] = hold(gradient, arrays[0], arrays[2], self._phases, weight, live)
         self._finish(output, gradient, found, x, stream)
 
     # ---- PPO

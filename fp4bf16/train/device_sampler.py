@@ -39,16 +39,21 @@ def place() -> DeviceArray:
 
 
 class _Memory:
-    """Named buffers of the device, made at first use."""
+    """Named buffers of the device, made at first use; one name has one for each shape and dtype."""
 
     def __init__(self, like: DeviceArray):
         self.like, self._held = like, {}
 
     def __call__(self, name: str, shape: Sequence[int], dtype: str = "float32") -> DeviceArray:
-        key = name, tuple(shape)
+        key = name, tuple(shape), dtype
         if key not in self._held:
             self._held[key] = device.full(shape, 0, dtype, like=self.like, name=name)
         return self._held[key]
+
+    def drop(self, *names: str) -> None:
+        """Forget the buffers of these names. Graphs that read them must be gone before."""
+        for key in [key for key in self._held if key[0] in names]:
+            del self._held[key]
 
 
 def _part(x: DeviceArray, start: int, stop: int) -> DeviceArray:

@@ -64,9 +64,7 @@ class HostPolicy:
         """Whose weights are trained: the adapters or the network."""
         return self.model.unet if self.lora is None else self.lora
 
-    def collect(
-        self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16"
-    ) -> np.ndarray:  # fmt: skip
+    def collect(self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16") -> np.ndarray:
         """Pictures to learn from, as `draw`: NFT draws them from the old policy, PPO with the ancestral
         sampler and without guidance, whose steps it trains.
         """

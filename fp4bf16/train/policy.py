@@ -16,6 +16,7 @@ import numpy as np
 
 from ..align.advantages import advantages
 from ..diffusion.noise import permutation, uniform
+from ..diffusion.samplers import plan
 from ..errors import ConfigError, ShapeError
 from .config import Config
 from .denoiser import Denoiser
@@ -223,15 +224,22 @@ def _entries(
     c = config.align
     total = count * c.timesteps
     order = permutation(seed(f"{name}/order"), iteration, total)
-    # Steps of the sampler, as the pictures met them, from the noisy end, where a style is decided.
-    levels = model.schedule.timesteps(c.steps)[: _share(c.timestep_fraction, c.steps)]
+    # The levels at which the run's sampler asks the network, from the noisy end, where a style is decided.
+    # Heun's method asks at some of them twice, so that they are fewer than its steps.
+    asked = {step.t for step in plan(config.diffusion.sampler, model.schedule, c.steps)}
+    levels = np.array(sorted(asked, reverse=True), np.int64)[: _share(c.timestep_fraction, len(asked))]
     share = (order % c.timesteps + uniform(seed(f"{name}/t"), iteration, total)) / c.timesteps
     return order // c.timesteps, levels[np.minimum((share * len(levels)).astype(np.int64), len(levels) - 1)]
 
 
 def _share(fraction: float, steps: int) -> int:
-    """How many of a sampler's steps are trained, from the noisy end; at least 1."""
-    return max(1, math.ceil(fraction * steps))
+    """How many of a sampler's steps are trained, from the noisy end: the whole part, as in the released code
+    of DDPO and DiffusionNFT, at least 1. A product that is whole but for its rounding counts as whole.
+
+    >>> _share(0.6, 4), _share(0.55, 20), _share(0.29, 100), _share(0.1, 4)
+    (2, 11, 29, 1)
+    """
+    return max(1, math.floor(fraction * steps + 1e-9))
 
 
 def trajectory_data(
@@ -256,6 +264,11 @@ def trajectory_data(
             f"align.steps: is {c.steps}, but ppo trains the sampler's steps without the last, which draws "
             f"nothing; give 2 or more"
         )
+    # The rollout has made these pictures before, and their latents could be kept there: but there workers in
+    # other processes may draw, `engine.collect` is not told which of its many calls (new tries, the measure
+    # of fidelity) make what is kept, and no label is known by then, so that latents of unhealthy pictures
+    # would stay too. Once more is `steps` evaluations a picture; learning takes about five times that (the
+    # old policy, the reference, forward and backward). And the comparison below proves the two the same.
     found = engine.trajectories(kept, captions, c.steps)
     if not np.array_equal(found.pictures, pictures):
         raise ConfigError(
