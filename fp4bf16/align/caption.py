@@ -19,14 +19,15 @@ import numpy as np
 
 from ..backends.threads import blas_limit
 from ..diffusion.noise import integers, permutation, subseed
-from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError
+from ..errors import CheckpointError, ConfigError, ShapeError
 from ..extras import require
-from ..nn import AdamW, Linear, Module, Variable, clip_norm, generator, no_grad
+from ..nn import Linear, Module, Variable, generator, no_grad
 from ..nn import ops as F
 from ..tracks import tracks
 from .augment import augment
 from .classes import SIZE, AttentionClassifier, half, shared, words_of
 from .efficientnet import EfficientNetLite0
+from .fit import fit
 from .measures import Captioned, Learning, Measure, OnStep, PanelData
 from .resize import resize
 
@@ -36,6 +37,7 @@ RIDGE = 1.0  # added to the diagonal of the words' Gram matrix
 _TINY = 1e-12
 _WIDTH, _EMBEDDING, _TEMPERATURE = 40, 64, 0.1
 _CHUNK = 128
+_RESUME = "resume with the align.reward and the version that the run began with, or begin a new run"
 
 
 class Words:
@@ -73,8 +75,9 @@ class Words:
         return cls(bytes(np.asarray(array, np.uint8)).decode().split("\n"))
 
 
-def known_pictures(data: PanelData, role: str) -> Captioned:
-    """The pictures of `role` and its half of the policy's, at most `MOST_PICTURES` captions.
+def known_pictures(data: PanelData, role: str, seed: int = 0) -> Captioned:
+    """The pictures of `role` and its half of the policy's, at most `MOST_PICTURES` captions, chosen by `seed`
+    where there are more.
 
     Raises `ConfigError` when there are fewer than two captions.
     """
@@ -83,7 +86,10 @@ def known_pictures(data: PanelData, role: str) -> Captioned:
         parts.append(data.policy.where([half(c) == role for c in data.policy.captions]))
     parts = [p for p in parts if len(p)]
     if sum(map(len, parts)) < 2:
-        raise ConfigError(f"reward caption: role {role} has fewer than two captions to learn from")
+        raise ConfigError(
+            f"reward caption: role {role} has fewer than two captions to learn from; give more captioned "
+            f"pictures, or another align.reward"
+        )
     losers = None
     if all(p.losers is not None for p in parts):
         losers = np.concatenate([p.losers for p in parts])
@@ -91,7 +97,7 @@ def known_pictures(data: PanelData, role: str) -> Captioned:
     whole = Captioned(np.concatenate([p.winners for p in parts]), captions, losers)
     if len(whole) <= MOST_PICTURES:
         return whole
-    chosen = permutation(0, 0, len(whole), stream=31) < MOST_PICTURES
+    chosen = permutation(subseed(seed, "captions", role), 0, len(whole), stream=31) < MOST_PICTURES
     return whole.where(chosen)
 
 
@@ -158,7 +164,7 @@ class CaptionRidge(CaptionMeasure):
 
     def learn(self, data: PanelData, learning: Learning, on_step: OnStep | None = None) -> dict[str, float]:
         """Regress; one step. `loss` is the mean squared distance between unit features and expectation."""
-        known = known_pictures(data, self.role)
+        known = known_pictures(data, self.role, learning.seed)
         features = np.stack([extractor().features(x) for x in known.pictures()])  # (styles, n, 1280)
         self.arrays = {"centre": features.mean(axis=(0, 1))}
         means = features.mean(axis=1)
@@ -206,13 +212,13 @@ class CaptionRidge(CaptionMeasure):
             return
         missing = {"centre", "direction", "weight", "words"} - set(state)
         if missing:
-            raise CheckpointError(f"reward {self.name}: the state holds no {sorted(missing)}")
+            raise CheckpointError(f"reward {self.name}: the state holds no {sorted(missing)}; {_RESUME}")
         words = Words.from_array(state["words"])
         self.arrays = {k: np.asarray(state[k], np.float32) for k in ("centre", "direction", "weight")}
         if self.arrays["weight"].shape != (len(words.words), len(self.arrays["centre"])):
             raise CheckpointError(
                 f"reward {self.name}: weight has shape {self.arrays['weight'].shape} for {len(words.words)} "
-                f"words and {len(self.arrays['centre'])} features"
+                f"words and {len(self.arrays['centre'])} features; {_RESUME}"
             )
         self.words = words
 
@@ -227,16 +233,17 @@ class CaptionNetwork(Module):
         self.caption = Linear(words, _EMBEDDING, bias=False, seed=rng)
 
     def pictures(self, x: Any) -> Variable:
-        return _unit(self.picture(self.body.features(x)))
+        return _normalised(self.picture(self.body.features(x)))
 
     def captions(self, bag: Any) -> Variable:
-        return _unit(self.caption(bag))
+        return _normalised(self.caption(bag))
 
     def forward(self, x: Any, bag: Any) -> tuple[Variable, Variable]:
         return self.pictures(x), self.captions(bag)
 
 
-def _unit(x: Variable) -> Variable:
+def _normalised(x: Variable) -> Variable:
+    """Rows of length 1, or a little less where they are short."""
     return F.div(x, F.sqrt(F.add(F.sum(F.mul(x, x), -1, keepdims=True), 1e-6)))
 
 
@@ -255,32 +262,23 @@ class CaptionJudge(CaptionMeasure):
 
     def learn(self, data: PanelData, learning: Learning, on_step: OnStep | None = None) -> dict[str, float]:
         """AdamW, `learning.steps` steps of `learning.batch` captions, each in one of its pictures."""
-        known = known_pictures(data, self.role)
+        known = known_pictures(data, self.role, learning.seed)
         seed = subseed(learning.seed, "caption", self.role)
         self._begin(Words.of(known.captions), seed)
         self.network.body.load_state_dict(shared(self.role).state_dict())
         pictures = np.stack([resize(x, SIZE) for x in known.pictures()])
         bags, batch = self.words.encode(known.captions), min(learning.batch, len(known))
-        flat, lr, recent = self.network.flat, 2e-3, 0.0
-        optimizer = AdamW(flat.data, lr, weight_decay=0.05)
-        for step in range(learning.steps):
+
+        def loss(step: int) -> Variable:
             chosen = permutation(seed, step, len(known), stream=32)[:batch]
             style = integers(seed, step, batch, 0, len(pictures), stream=33)
             x = augment(pictures[style, chosen][None], seed, step)[0]
-            self.network.zero_grad()
-            with tracks("bf16"):
-                loss = _contrast(*self.network(x, bags[chosen]))
-                loss.backward()
-            value = loss.item()
-            if not math.isfinite(value):
-                raise NonFiniteError(f"reward {self.name}: loss is {value} at step {step} of its training")
-            clip_norm(flat.grad, 1.0)
-            optimizer.step(flat.grad, 0.5 * lr * (1 + math.cos(math.pi * step / learning.steps)))
-            flat.touch()
-            recent += (value - recent) / min(step + 1, 50)
-            if on_step is not None:
-                on_step(step, value)
-        found = {"loss": recent}
+            return _contrast(*self.network(x, bags[chosen]))
+
+        found = {"loss": fit(
+            self.network, loss, learning.steps, lr=2e-3, weight_decay=0.05, on_step=on_step,
+            name=f"reward {self.name}",
+        )}  # fmt: skip
         if data.test is not None and len(data.test):
             found["accuracy"] = self.accuracy(data.test)
         return found
@@ -311,13 +309,13 @@ class CaptionJudge(CaptionMeasure):
         if not state:
             return
         if "words" not in state:
-            raise CheckpointError(f"reward {self.name}: the state holds no words")
+            raise CheckpointError(f"reward {self.name}: the state holds no words; {_RESUME}")
         words = Words.from_array(state["words"])
         network = CaptionNetwork(len(words.words), 0)
         try:
             network.load_state_dict({k: v for k, v in state.items() if k != "words"})
         except ShapeError as error:
-            raise CheckpointError(f"reward {self.name}: {error}") from error
+            raise CheckpointError(f"reward {self.name}: {error}; {_RESUME}") from error
         self.words, self.network = words, network
 
 

@@ -8,12 +8,14 @@ top-1 on ImageNet is about 75 %; distances between features are not FID, and mus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..backends.threads import num_threads
 from ..errors import CheckpointError, ShapeError
 from ..extras import require
 from .resize import resize
@@ -150,7 +152,7 @@ class EfficientNetLite0:
                 "and a size of 32 or more"
             )
         out = np.empty((len(images), CLASSES if head else _HEAD), np.float32)
-        with self.torch.inference_mode():
+        with self._threads(), self.torch.inference_mode():
             for start in range(0, len(images), _CHUNK):
                 x = resize(images[start : start + _CHUNK], size)
                 count = len(x)
@@ -160,6 +162,18 @@ class EfficientNetLite0:
                     y = self.torch.log_softmax(self.torch.nn.functional.linear(y, *self.weights["fc"]), dim=1)
                 out[start : start + count] = y[:count].numpy()
         return out
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[None]:
+        """PyTorch with as many threads as the kernels here use: its pool and theirs, each of all the cores,
+        would spin against each other, and a user's limit would not hold.
+        """
+        before = self.torch.get_num_threads()
+        self.torch.set_num_threads(num_threads())
+        try:
+            yield
+        finally:
+            self.torch.set_num_threads(before)
 
     def _pooled(self, x: Any) -> Any:
         """(n, H, W, 3) in [-1, 1] -> (n, 1280)."""

@@ -28,7 +28,7 @@ LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 _TONES = np.linspace(-0.75, 0.75, 7)  # edges of 8 equal bins over [-1, 1]
 _STEPS = np.array([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])  # edges for differences of neighbouring pixels
 _BANDS = 5  # of spatial frequency, equal on a logarithmic scale
-_FLOOR = 0.01  # least standard deviation that a feature is divided by
+_FLOOR = 0.01  # least standard deviation that a pixel statistic is divided by
 
 #: The entries of the feature vector, in order.
 FEATURES: tuple[str, ...] = (
@@ -124,6 +124,17 @@ def pixel_statistics(images: np.ndarray) -> np.ndarray:
     )
 
 
+def units(statistics: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(centre, scale), (features,) each, that bring `pixel_statistics` (n, features) of real pictures to one
+    unit: their mean, and their standard deviation or, where that is less, 0.01. As they are, the largest
+    statistic alone would decide a distance.
+
+    >>> units(np.array([[1.0, 5.0], [3.0, 5.0]]))
+    (array([2., 5.]), array([1.  , 0.01]))
+    """
+    return statistics.mean(axis=0), np.maximum(statistics.std(axis=0), _FLOOR)
+
+
 def _squared_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     d = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * a @ b.T
     return np.maximum(d, 0, out=d)
@@ -139,7 +150,7 @@ class KernelDistance:
 
     def __init__(self, reference: np.ndarray):
         features = pixel_statistics(reference)
-        self.centre, self.scale = features.mean(axis=0), np.maximum(features.std(axis=0), _FLOOR)
+        self.centre, self.scale = units(features)
         self.reference = (features - self.centre) / self.scale
         within = _squared_distances(self.reference, self.reference)
         self.bandwidth = float(np.median(within[~np.eye(len(within), dtype=bool)])) or 1.0
@@ -321,7 +332,10 @@ class Guards:
     def _of_our_size(self, name: str, images: np.ndarray) -> np.ndarray:
         x = _pictures(name, images, least=2)
         if x.shape[1:] != self.shape:
-            raise ShapeError(f"{name}: pictures are {x.shape[1:]}, but reference_images are {self.shape}")
+            raise ShapeError(
+                f"{name}: pictures are {x.shape[1:]}, but reference_images are {self.shape}; bring both to one "
+                f"size (`fp4bf16.align.resize`)"
+            )
         return x
 
 

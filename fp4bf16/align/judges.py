@@ -7,29 +7,27 @@ label must not carry the error of the cheap track that it is compared on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..diffusion.noise import integers, subseed
-from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, nearest
+from ..errors import CheckpointError, ConfigError, ShapeError, nearest
 from ..nn import (
-    AdamW,
     Conv2d,
     GroupNorm,
     Linear,
     Module,
     ResnetBlock2D,
     Variable,
-    clip_norm,
     generator,
     no_grad,
 )
 from ..nn import ops as F
 from ..tracks import tracks
 from .augment import Augmentation, augment
+from .fit import fit
 from .measures import Learning, Measure, OnStep, PanelData
 
 _CHUNK = 256  # pictures judged at a time
@@ -139,7 +137,10 @@ class Judge:
         try:
             judge.network.load_state_dict(state)
         except ShapeError as error:
-            raise CheckpointError(f"judge {name} of width {width}: {error}") from error
+            raise CheckpointError(
+                f"judge {name} of width {width}: {error}; resume with the judge.width and the version that the "
+                f"run began with, or begin a new run"
+            ) from error
         return judge
 
 
@@ -177,26 +178,17 @@ def train_judge(
     if winners.shape != losers.shape:
         raise ShapeError(f"losers: shape is {losers.shape}, but winners have {winners.shape}; pass pairs")
     pairs, network = np.stack([winners, losers]), judge.network
-    half, flat = max(1, batch // 2), network.flat
-    optimizer = AdamW(flat.data, lr, weight_decay=weight_decay)
-    recent = 0.0
-    for step in range(steps):
+    half = max(1, batch // 2)
+
+    def loss(step: int) -> Variable:
         chosen = integers(seed, step, half, 0, pairs.shape[1], stream=13)
         x = augment(pairs[:, chosen], seed, step, strength).reshape(2 * half, *winners.shape[1:])
-        network.zero_grad()
-        with tracks(judge.track):
-            loss = _loss(F.reshape(network(x), (2, half)))
-            loss.backward()
-        value = loss.item()
-        if not math.isfinite(value):
-            raise NonFiniteError(f"judge {judge.name}: loss is {value} at step {step}; lower its lr of {lr}")
-        clip_norm(flat.grad, clip)
-        optimizer.step(flat.grad, 0.5 * lr * (1 + math.cos(math.pi * step / steps)))
-        flat.touch()
-        recent += (value - recent) / min(step + 1, 50)
-        if on_step is not None:
-            on_step(step, value)
-    return recent
+        return _loss(F.reshape(network(x), (2, half)))
+
+    return fit(
+        network, loss, steps, lr=lr, weight_decay=weight_decay, clip=clip, on_step=on_step,
+        name=f"judge {judge.name}", track=judge.track,
+    )  # fmt: skip
 
 
 def _loss(odds: Variable) -> Variable:
@@ -264,7 +256,10 @@ class JudgeMeasure(Measure):
             self.judge = None
             return
         if "width" not in state:
-            raise CheckpointError(f"reward {self.name}: the state holds no width; it is not of a judge")
+            raise CheckpointError(
+                f"reward {self.name}: the state holds no width, so it is not of a judge; resume with the "
+                f"align.reward that the run began with"
+            )
         weights = {k: v for k, v in state.items() if k != "width"}
         self.judge = Judge.from_state(self.role, int(state["width"]), weights)
 

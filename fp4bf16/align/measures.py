@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import CheckpointError, ConfigError, NonFiniteError, ShapeError
+from .fit import OnStep
 
 ROLES = ("reward", "heldout")
-
-OnStep = Callable[[int, float], None]  # (step, loss), called after each step of a training
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,12 @@ class PanelData:
 
 @dataclass(frozen=True)
 class Learning:
-    """How the judges are trained: steps of `batch` pictures, `width` channels, and the run's seed."""
+    """How the judges are trained: steps of `batch` pictures, `width` channels, and the run's seed.
+
+    `width` is that of the judges of style and preference. The caption's judge begins as the held-out class
+    network, whose weights ship and fix its width (40 channels, embeddings of 64), and the caption's reward is
+    a regression of one step: both leave `width` alone, and the reward `steps` and `batch` too.
+    """
 
     steps: int = 400
     batch: int = 32
@@ -138,7 +142,10 @@ class Measure:
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Take over what `state_dict` gave. Raises `CheckpointError` when it does not fit."""
         if state:
-            raise CheckpointError(f"reward {self.name}: learns nothing, but the state holds {sorted(state)}")
+            raise CheckpointError(
+                f"reward {self.name}: learns nothing, but the state holds {sorted(state)}; "
+                "resume with the align.reward that the run began with"
+            )
 
     def _checked(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
         images = np.asarray(images, np.float32)

@@ -1,11 +1,11 @@
 """The pool of an iteration: many seeds explored in chunks, of which rewards and seeds alone are kept.
 
 Pictures of one chunk are held at a time, so that memory does not grow with the pool but by `BYTES` a
-rollout. What a rollout gives depends on its seed and prompt and on nothing beside it: the network makes one
-picture of a seed in any batch, and rewards are asked for in groups of `GROUP` places of the pool, which are
-the same however the pool is cut. (A product of few columns rounds otherwise in another batch, so that a
-network's reward of one picture is not always the same bits among others.) So chunks, workers and a journal
-of what is done change nothing in the result, bit for bit.
+rollout. Its picture depends on its seed and prompt alone: the network makes one picture of a seed in any batch.
+Its reward depends, in the last bits, also on the pictures that are judged with it, for a product of few
+columns rounds otherwise in another batch: so rewards are asked for in groups of `GROUP` places of the pool,
+which are the same however the pool is cut. Chunks, workers and a journal of what is done therefore change
+nothing in the result, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import numpy as np
 
 from ..diffusion.noise import subseed
 from ..errors import ConfigError, ShapeError, nearest
-from .rewards import Reward, numbers, reward_name, score
+from .notes import COUNTS, Journal, Notes
+from .rewards import Reward, require_finite, reward_name, score
 
-# #: draw(seeds (n,), prompts (n,), steps, track) -> pictures (n, H, W, C) float32: one seed, one picture,
-# in any batch
+#: draw(seeds (n,), prompts (n,), steps, track) -> pictures (n, H, W, C) float32: one seed, one picture, in any
+#: batch
 Draw = Callable[[Sequence[int], Sequence[str], int, str], np.ndarray]
 
 GROUP = 64  # places of the pool whose pictures a reward is asked about together
@@ -37,7 +38,6 @@ TRAIN_ON = ("bf16", "fp4")
 TRACKS = ("fp4", "bf16")  # to explore on
 
 _BROKEN = 8  # healthy pictures whose rewards are none of them finite are no accident
-_COUNTS = ("rollouts", "unhealthy", "nonfinite_rewards", "retried", "lost", "lost_rewards")
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,6 @@ class Job(NamedTuple):
     track: str
 
 
-class Journal(Protocol):
-    """What is done of the current pool, kept where a killed process does not take it along.
-
-    Records are dicts of JSON's own types. A record counts once `append` has returned; one that was cut short
-    must not come back from `read`.
-    """
-
-    def read(self) -> list[dict[str, Any]]: ...
-
-    def append(self, record: dict[str, Any]) -> None: ...
-
-    def clear(self) -> None: ...
-
-
 class Drawer(Protocol):
     """Draws the pictures of many jobs, as `workers.Explorer` does."""
 
@@ -123,7 +109,7 @@ class Pool:
     seeds: np.ndarray
     rewards: np.ndarray
     retried: np.ndarray
-    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0.0))
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
 
 
 def healthy(pictures: np.ndarray, least_std: float = 1e-3) -> np.ndarray:
@@ -139,37 +125,6 @@ def healthy(pictures: np.ndarray, least_std: float = 1e-3) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):  # a spread beyond the largest number is one
             good[start : start + GROUP] = finite & (np.where(finite[:, None], flat, 0).std(1) > least_std)
     return good
-
-
-def wilson(successes: float, total: float, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Interval (low, high) of a share (Wilson 1927), of 95 % by default; NaN where there was no trial.
-
-    (p + z²/2n ± z sqrt(p (1 - p)/n + z²/4n²)) / (1 + z²/n), p = successes / n
-
-    It holds also where all succeed, as they mostly do here, for which p ± z sqrt(p (1 - p)/n) has no width.
-
-    >>> [round(v, 5) for v in wilson(10_000, 10_000)]
-    [0.99962, 1.0]
-    """
-    if total <= 0:
-        return math.nan, math.nan
-    p, square = successes / total, z * z / total
-    middle, width = p + square / 2, z * math.sqrt(p * (1 - p) / total + square / (4 * total))
-    low, high = (middle - width) / (1 + square), (middle + width) / (1 + square)
-    return (0.0 if successes <= 0 else low), (1.0 if successes >= total else high)
-
-
-def rates(counts: Mapping[str, float]) -> dict[str, float]:
-    """Success of the rollouts with Wilson's 95 % interval, of the first seeds alone (``first_try_*``) and
-    after the retries (``success_*``): rate, low and high of each.
-    """
-    total, found = counts["rollouts"], {}
-    failed = counts["unhealthy"] + counts["nonfinite_rewards"]
-    for name, good in (("first_try", total - failed), ("success", total - counts["lost"])):
-        low, high = wilson(good, total)
-        rate = good / total if total else math.nan
-        found |= {f"{name}_rate": rate, f"{name}_low": low, f"{name}_high": high}
-    return found
 
 
 def digest_of(arrays: Mapping[str, np.ndarray] | np.ndarray) -> str:
@@ -217,29 +172,6 @@ def made(draw: Draw, jobs: Iterable[Job], explorer: Drawer | None = None) -> Ite
             del pictures  # or it would live on while the next ones are drawn
 
 
-class _Lenient:
-    """A reward whose numbers that are not finite are noted in `bad` and passed on as 0, for `score` to check
-    the rest. Where `strict` and all of `_BROKEN` pictures or more are not finite, they are left for it to
-    refuse.
-    """
-
-    def __init__(self, reward: Reward, strict: bool):
-        self.reward, self.strict, self.name = reward, strict, reward_name(reward)
-        self.bad: np.ndarray | None = None
-
-    def __call__(self, images: np.ndarray, prompts: Sequence[str]) -> Any:
-        answer = self.reward(images, prompts)
-        try:
-            values = numbers(answer)
-        except (TypeError, ValueError):
-            return answer
-        bad = ~np.isfinite(values)
-        if values.shape != (len(images),) or (self.strict and len(bad) >= _BROKEN and bad.all()):
-            return answer
-        self.bad = bad
-        return np.where(bad, np.float32(0), values)
-
-
 def rewards_of(
     reward: Reward, pictures: np.ndarray, prompts: Sequence[str], strict: bool = True
 ) -> np.ndarray:
@@ -252,9 +184,12 @@ def rewards_of(
     for start in range(0, len(pictures), GROUP):
         some = start + np.flatnonzero(good[start : start + GROUP])
         if some.size:
-            asked = _Lenient(reward, strict)
-            values[some] = score(asked, pictures[some], [prompts[i] for i in some])
-            values[some[asked.bad]] = np.inf
+            asked = [prompts[i] for i in some]
+            found = score(reward, pictures[some], asked, finite=False).astype(np.float64)
+            bad = ~np.isfinite(found)
+            if strict and len(bad) >= _BROKEN and bad.all():
+                require_finite(reward_name(reward), found, asked)
+            values[some] = np.where(bad, np.inf, found)
     return values
 
 
@@ -292,7 +227,7 @@ def explore(
     seeds = np.asarray(seeds, np.uint64)
     pool = Pool(seeds.copy(), np.full(seeds.shape, np.nan), np.zeros(seeds.shape, bool))
     done = np.zeros(-(-seeds.size // GROUP), bool)  # groups
-    notes = _Notes(journal, _key(seeds, prompts, settings, iteration, reward_name(reward), digest))
+    notes = Notes(journal, _key(seeds, prompts, settings, iteration, reward_name(reward), digest), GROUP)
     for record in notes.read():
         _take(pool, done, record)
     row = seeds.shape[1]
@@ -346,7 +281,7 @@ def _chunk_record(
     """What is kept of a chunk, in JSON's own types: seeds and rewards (None: lost) in the end, the places
     that were tried anew, and the counts.
     """
-    seeds, rewards, counts = seeds.copy(), np.empty(len(seeds)), dict.fromkeys(_COUNTS, 0)
+    seeds, rewards, counts = seeds.copy(), np.empty(len(seeds)), dict.fromkeys(COUNTS, 0)
     retried = np.zeros(len(seeds), bool)
     for start in range(0, len(seeds), GROUP):
         part = slice(start, start + GROUP)
@@ -402,7 +337,7 @@ def _take(pool: Pool, done: np.ndarray, record: Mapping[str, Any]) -> None:
     pool.rewards.reshape(-1)[start:stop] = [np.nan if v is None else v for v in record["rewards"]]
     pool.retried.reshape(-1)[start:stop][record["retried"]] = True
     done[start // GROUP : -(-stop // GROUP)] = True
-    for name in _COUNTS:
+    for name in COUNTS:
         pool.counts[name] += record["counts"][name]
 
 
@@ -417,68 +352,8 @@ def _warn(counts: Mapping[str, float], settings: Settings, name: str) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------------- the journal
-
-
 def _key(seeds, prompts, settings: Settings, iteration: int, name: str, digest: str) -> str:
     """What a pool depends on, as a checksum."""
     kept = {k: getattr(settings, k) for k in ("explore_steps", "explore_track", "retries")}
     text = json.dumps([1, GROUP, int(iteration), kept, list(prompts), list(seeds.shape), name, digest])
     return hashlib.sha256(text.encode() + np.ascontiguousarray(seeds).tobytes()).hexdigest()[:32]
-
-
-class _Notes:
-    """A journal's records of one pool. One that cannot be written is said and no longer used."""
-
-    def __init__(self, journal: Journal | None, key: str):
-        self.journal, self.key = journal, key
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Sound records of this pool, no place of it twice. A journal of other pools alone is cleared."""
-        if self.journal is None:
-            return
-        records, taken = self.journal.read(), set()
-        mine = [r for r in records if isinstance(r, dict) and r.get("pool") == self.key]
-        if records and not mine:
-            self._try(self.journal.clear)
-        for record in mine:
-            if _sound(record) and not taken & (groups := _groups(record)):
-                taken |= groups
-                yield record
-
-    def append(self, record: dict[str, Any]) -> None:
-        if self.journal is not None:
-            whole = {"pool": self.key} | record
-            self._try(lambda: self.journal.append(whole | {"check": _check(whole)}))
-
-    def _try(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except OSError as error:
-            self.journal = None
-            warnings.warn(
-                f"rollout: the journal cannot be written ({error}); the iteration goes on without, and would "
-                f"begin anew if it were interrupted",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
-
-def _groups(record: Mapping[str, Any]) -> set[int]:
-    start = record["start"]
-    return set(range(start // GROUP, -(-(start + len(record["seeds"])) // GROUP)))
-
-
-def _check(record: Mapping[str, Any]) -> str:
-    """Of what `_take` reads of a record: numbers that a damaged file changed are not taken up."""
-    text = json.dumps([record[k] for k in ("pool", "start", "seeds", "rewards", "retried")])
-    text += json.dumps([record["counts"][k] for k in _COUNTS])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _sound(record: Mapping[str, Any]) -> bool:
-    """Whether nothing is missing or changed since it was written."""
-    try:
-        return record["check"] == _check(record)
-    except (KeyError, TypeError, ValueError):
-        return False

@@ -77,14 +77,20 @@ def score(reward: Reward, images: np.ndarray, prompts: Sequence[str], *, finite:
             f"reward {name}: returned shape {values.shape} for {n} pictures; it must return one number "
             "a picture"
         )
-    bad = np.flatnonzero(~np.isfinite(values)) if finite else np.empty(0, np.int64)
+    if finite:
+        require_finite(name, values, prompts)
+    return values
+
+
+def require_finite(name: str, values: np.ndarray, prompts: Sequence[str]) -> None:
+    """Raise `RewardError` unless all of `values` (n,) that the reward `name` returned are finite."""
+    bad = np.flatnonzero(~np.isfinite(values))
     if bad.size:
         first = int(bad[0])
         raise RewardError(
             f"reward {name}: returned {values[first]} for picture {first} ({prompts[first]!r}), and is not "
-            f"finite for {bad.size} of {n} pictures; it must return a finite number for each"
+            f"finite for {bad.size} of {len(values)} pictures; it must return a finite number for each"
         )
-    return values
 
 
 def _bytes(images: np.ndarray) -> np.ndarray:

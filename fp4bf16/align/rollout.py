@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,10 +35,10 @@ from .pool import (
     explore,
     healthy,
     made,
-    rates,
     rewards_of,
 )
 from .rewards import Reward, reward_name
+from .shares import rates
 
 __all__ = [
     "SELECT", "TRAIN_ON", "Draw", "Journal", "Pairs", "Pool", "Rollout", "Settings", "choose_prompts",
@@ -62,7 +63,11 @@ class Rollout:
     pictures: float32 (prompts, keep, H, W, C), what is trained on; labels: their rewards, float64 (prompts,
     keep), NaN where a picture is not healthy or has no finite reward; kept: their seeds, uint64; prompts:
     one a row. seeds: what was explored in the end, uint64 (prompts, N); explored: its rewards, NaN where a
-    rollout was lost; columns: which of them were kept, (prompts, keep); stats: counts, rates and means.
+    rollout was lost; columns: which of them were kept, (prompts, keep); stats: counts, rates and means;
+    retried: which were tried anew on the BF16 track, bool (prompts, N), None: none.
+
+    Of a prompt that was left out, because too few of its pictures are good, pictures and labels are NaN, kept
+    is 0 and columns are -1.
     """
 
     pictures: np.ndarray
@@ -73,6 +78,7 @@ class Rollout:
     explored: np.ndarray
     columns: np.ndarray
     stats: dict[str, float] = field(default_factory=dict)
+    retried: np.ndarray | None = None
 
     def pairs(self) -> Pairs:
         """In each prompt the best with the worst, and so on inwards (`pair`)."""
@@ -81,26 +87,6 @@ class Rollout:
         labels, keep = self.labels.reshape(-1), self.labels.shape[1]
         prompts = [self.prompts[i // keep] for i in chosen]
         return Pairs(pictures[chosen], pictures[rejected], prompts, labels[chosen], labels[rejected])
-
-    @property
-    def chosen(self) -> np.ndarray:
-        """Of `pairs`."""
-        return self.pairs().chosen
-
-    @property
-    def rejected(self) -> np.ndarray:
-        """Of `pairs`."""
-        return self.pairs().rejected
-
-    @property
-    def chosen_reward(self) -> np.ndarray:
-        """Of `pairs`."""
-        return self.pairs().chosen_reward
-
-    @property
-    def rejected_reward(self) -> np.ndarray:
-        """Of `pairs`."""
-        return self.pairs().rejected_reward
 
 
 def choose_prompts(prompts: Sequence[str], count: int, seed: int, iteration: int) -> list[str]:
@@ -151,8 +137,9 @@ def select(rewards: np.ndarray, keep: int, how: str, seed: int) -> np.ndarray:
 
     "best_worst": the keep/2 best, then the keep/2 worst. "random": any `keep`, whatever their reward.
     "mean_deviation": the `keep` whose reward lies farthest from the prompt's mean. "extremes": any keep/2 of
-    the best quarter, then any keep/2 of the worst. Raises `NonFiniteError` when a prompt has fewer than
-    `keep` rewards, `ConfigError` for a `keep` or `how` that is not possible.
+    the best quarter, then any keep/2 of the worst. A prompt with fewer than `keep` rewards is left out: its
+    columns are -1. Raises `NonFiniteError` when there is no other, `ConfigError` for a `keep` or `how` that
+    is not possible.
 
     >>> rewards = np.array([[0.0, 5.0, 1.0, 2.0, np.nan, -9.0]])
     >>> select(rewards, 2, "best_worst", 0).tolist(), select(rewards, 2, "mean_deviation", 0).tolist()
@@ -161,20 +148,22 @@ def select(rewards: np.ndarray, keep: int, how: str, seed: int) -> np.ndarray:
     if how not in SELECT:
         raise ConfigError(f"select: {how!r} is not known{nearest(how, SELECT)}")
     Settings(keep=keep, select=how)  # raises for a number that cannot be kept
-    chosen = np.empty((len(rewards), keep), np.int64)
+    chosen = np.full((len(rewards), keep), -1, np.int64)
     for row, values in enumerate(rewards):
         good = np.flatnonzero(np.isfinite(values))
         if len(good) < keep:
-            raise NonFiniteError(
-                f"rollout: only {len(good)} of the {len(values)} pictures of prompt {row} are finite and "
-                f"not constant, but {keep} are to be kept; the model has diverged, lower its "
-                f"learning rate"
-            )
+            continue
 
         def draw(which: int, n: int, row: int = row) -> np.ndarray:
             return permutation(seed if which == 0 else subseed(seed, "worst"), row, n)
 
         chosen[row] = good[_RULES[how](values[good], keep, draw)]
+    if len(chosen) and (chosen < 0).all():
+        most, explored = int(np.isfinite(rewards).sum(1).max()), rewards.shape[1]
+        raise NonFiniteError(
+            f"rollout: of none of the {len(rewards)} prompts are {keep} pictures of {explored} finite and not "
+            f"constant, as are to be kept, but {most} at most; the model has diverged, lower its learning rate"
+        )
     return chosen
 
 
@@ -221,9 +210,12 @@ def rollout(
     journal, iteration, digest: as in `explore`; a rollout that was interrupted goes on with what is missing.
     explorer: workers that draw (`workers.Explorer`). Neither changes the result.
 
+    A prompt with fewer good pictures than are to be kept is left out of what is trained on, counted in
+    ``stats["prompts_left_out"]``, and a warning says so.
+
     Raises `ShapeError` for seeds that do not fit the prompts, `ConfigError` where more are to be kept than
-    are explored, `RewardError` for a reward that gives no numbers or too few finite ones, `NonFiniteError`
-    where too few pictures of a prompt are good.
+    are explored, `RewardError` for a reward that gives no numbers, and where no prompt is left: `RewardError`
+    if its finite numbers were too few, else `NonFiniteError`.
 
     >>> draw = lambda seeds, prompts, steps, track: np.stack([np.eye(4)[..., None] * int(s) for s in seeds])
     >>> seeds, settings = np.arange(1, 9).reshape(1, 8), Settings(keep=2)
@@ -236,23 +228,36 @@ def rollout(
                    iteration=iteration, digest=digest)  # fmt: skip
     _enough(pool, settings, prompts, reward_name(reward))
     columns = select(pool.rewards, settings.keep, settings.select, selection_seed)
-    kept = np.take_along_axis(pool.seeds, columns, 1)
-    rows = [p for p in prompts for _ in range(settings.keep)]
+    left = columns[:, 0] >= 0
+    _warn_left_out(pool, settings, prompts, left)
+    some = columns[left]
+    kept = np.take_along_axis(pool.seeds[left], some, 1)
+    rows = [p for p, good in zip(prompts, left, strict=True) if good for _ in range(settings.keep)]
     if settings.train_on == "fp4":
-        labels = np.take_along_axis(pool.rewards, columns, 1).reshape(-1)
-        retried = np.take_along_axis(pool.retried, columns, 1).reshape(-1)
+        labels = np.take_along_axis(pool.rewards[left], some, 1).reshape(-1)
+        retried = np.take_along_axis(pool.retried[left], some, 1).reshape(-1)
         pictures = _as_explored(draw, kept.reshape(-1), rows, retried, settings, explorer)
     else:
         pictures = _drawn(draw, kept.reshape(-1), rows, settings.steps, "bf16", settings, explorer)
         labels = rewards_of(reward, pictures, rows)
         labels[~np.isfinite(labels)] = np.nan
-    shape = (len(prompts), settings.keep)
+    shape = (-1, settings.keep)
     result = Rollout(
-        pictures.reshape(*shape, *pictures.shape[1:]), labels.reshape(shape), kept, list(prompts),
-        pool.seeds, pool.rewards, columns,
+        _placed(pictures.reshape(*shape, *pictures.shape[1:]), left, np.nan),
+        _placed(labels.reshape(shape), left, np.nan), _placed(kept, left, 0), list(prompts),
+        pool.seeds, pool.rewards, columns, retried=pool.retried,
     )  # fmt: skip
     result.stats = _stats(pool, result)
     return result
+
+
+def _placed(values: np.ndarray, left: np.ndarray, other: float) -> np.ndarray:
+    """`values` (prompts left, ...) in the places of `left`, and `other` for each prompt that was left out."""
+    if left.all():
+        return values
+    whole = np.full((len(left), *values.shape[1:]), other, values.dtype)
+    whole[left] = values
+    return whole
 
 
 def _seeds(seeds: np.ndarray, prompts: Sequence[str], settings: Settings) -> np.ndarray:
@@ -276,15 +281,28 @@ def _seeds(seeds: np.ndarray, prompts: Sequence[str], settings: Settings) -> np.
 
 
 def _enough(pool: Pool, settings: Settings, prompts: Sequence[str], name: str) -> None:
-    """Where rewards were lost though the pictures are good, too few of a prompt are the reward's doing."""
+    """Where rewards were lost though the pictures are good, no prompt with enough is the reward's doing."""
     good = np.isfinite(pool.rewards).sum(1)
-    row = int(good.argmin())
+    row = int(good.argmax())
     if good[row] < settings.keep and pool.counts["lost_rewards"]:
         raise RewardError(
             f"reward {name}: was not finite for {int(pool.counts['lost_rewards'])} of {pool.rewards.size} "
-            f"pictures, also after {settings.retries} new seeds for each, so that prompt {row} "
-            f"({prompts[row]!r}) has {good[row]} rewards of the {settings.keep} that are to be kept; it must "
-            f"return a finite number for each picture"
+            f"pictures, also after {settings.retries} new seeds for each, so that no prompt has the "
+            f"{settings.keep} rewards that are to be kept ({prompts[row]!r} has {good[row]}); it must return a "
+            f"finite number for each picture"
+        )
+
+
+def _warn_left_out(pool: Pool, settings: Settings, prompts: Sequence[str], left: np.ndarray) -> None:
+    if not left.all():
+        row = int(np.flatnonzero(~left)[0])
+        warnings.warn(
+            f"rollout: {int((~left).sum())} of {len(left)} prompts have fewer good pictures than the "
+            f"{settings.keep} that are to be kept, such as {prompts[row]!r} with "
+            f"{int(np.isfinite(pool.rewards[row]).sum())} of {pool.rewards.shape[1]}; nothing is learnt of them "
+            f"in this iteration; explore more seeds or keep fewer, and where it goes on lower the learning rate",
+            RuntimeWarning,
+            stacklevel=3,
         )
 
 
@@ -325,13 +343,15 @@ def _as_explored(draw, seeds, prompts, retried, settings: Settings, explorer) ->
 def _stats(pool: Pool, result: Rollout) -> dict[str, float]:
     """Counts of the exploration and of what was made anew, rates with intervals, and mean rewards."""
     found = result.pairs()
-    missing = float(np.isnan(result.labels).sum())
+    kept = result.columns >= 0
+    missing = float(np.isnan(result.labels[kept]).sum())
 
     def mean(values: np.ndarray) -> float:
         return float(np.mean(values)) if len(values) else math.nan
 
     return {k: float(v) for k, v in pool.counts.items()} | rates(pool.counts) | {
-        "kept": float(result.labels.size),
+        "prompts_left_out": float((~kept[:, 0]).sum()),
+        "kept": float(kept.sum()),
         "kept_lost": missing,  # made anew, and not healthy or without a finite reward
         "pairs": float(len(found.prompts)),
         "reward/explored": mean(pool.rewards[np.isfinite(pool.rewards)]),
@@ -352,7 +372,8 @@ def measure_fidelity(
 
     Every seed is made again in full, so this costs more than the rollout: measure it on some iterations.
     Keys are ``fidelity/<track>/<measure>`` of `rank_fidelity`. A seed that has no reward in an arm is left
-    out of its comparison.
+    out of its comparison; one that FP4 failed at, whose picture was tried anew on BF16, is left out of all,
+    for it is no ranking of FP4's, and the arms are to be compared on the same seeds.
     """
 
     def rewards(steps: int) -> np.ndarray:
@@ -362,6 +383,8 @@ def measure_fidelity(
     arms = {settings.explore_track: made.explored}
     if "bf16" not in arms:
         arms["bf16"] = rewards(settings.explore_steps)
+        if made.retried is not None:
+            arms = {track: np.where(made.retried, np.nan, values) for track, values in arms.items()}
     true, result = rewards(settings.steps), {}
     for track, proxy in arms.items():
         found = rank_fidelity(proxy, true, max(1, settings.keep // 2))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..align.guards import pixel_statistics
+from ..align.guards import pixel_statistics, units
 from ..errors import ConfigError, ShapeError, nearest
 
 #: The one sentence that names what the numbers could be taken for.
@@ -18,7 +18,6 @@ NOT_FID = (
 )
 #: What ``--extractors`` calls them -> the name that stands beside every number.
 NAMES = {"pixels": "pixel statistics", "classes": "class network", "efficientnet": "EfficientNet-Lite0"}
-_FLOOR = 0.01  # least standard deviation that a pixel statistic is divided by
 
 
 @dataclass(frozen=True)
@@ -34,21 +33,17 @@ class Extractor:
 
 
 def pixels(real: np.ndarray) -> Extractor:
-    """`pixel_statistics`, each less its mean and divided by its standard deviation in `real` pictures.
-
-    The statistics have different units; as they are, the largest alone would decide.
+    """`pixel_statistics`, in the units of `real` pictures (`guards.units`).
 
     >>> real = np.random.default_rng(0).uniform(-1, 1, (20, 8, 8, 3)).astype(np.float32)
     >>> pixels(real).features(real).shape
     (20, 56)
     """
     known = pixel_statistics(real)
-    centre, scale = known.mean(axis=0), np.maximum(known.std(axis=0), _FLOOR)
+    centre, scale = units(known)
 
     def features(pictures: np.ndarray) -> np.ndarray:
-        one = len(pictures) == 1  # of which `pixel_statistics` makes no set
-        found = pixel_statistics(np.repeat(pictures, 2, axis=0) if one else pictures)
-        return (found[: len(pictures)] - centre) / scale
+        return (pixel_statistics(pictures) - centre) / scale
 
     return Extractor(
         NAMES["pixels"], known.shape[1], features, f"no network; in units of {len(real)} real pictures"

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..align.shares import Z95
+from ..align.shares import wilson as bounds
 from ..diffusion.noise import integers, subseed
 from ..errors import ShapeError
 
-Z95 = 1.959963984540054  # 97.5 % point of the standard normal
 REPLICATES = 2000
 
 
@@ -53,25 +54,20 @@ def resample(seed: int, count: int, replicates: int) -> np.ndarray:
     )
 
 
-def wilson(hits: int, n: int) -> Interval:
-    """A share with Wilson's score interval, JASA 22, 1927: right for small n and for shares of 0 and 1.
+def share_interval(hits: int, n: int) -> Interval:
+    """A share of `n` trials with Wilson's score interval (`align.shares.wilson`).
 
     It takes the pictures as independent. Raises `ShapeError` unless 0 <= hits <= n.
 
-    >>> share = wilson(10, 10)
+    >>> share = share_interval(10, 10)
     >>> share.value, round(share.low, 3), share.high
     (1.0, 0.722, 1.0)
     """
-    if not 0 <= hits <= n:
-        raise ShapeError(f"wilson: {hits} hits of {n}; pass hits from 0 to n")
-    if n == 0:
-        return Interval(math.nan, math.nan, math.nan, 0)
-    p, z2 = hits / n, Z95**2
-    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    low = 0.0 if hits == 0 else centre - half  # exactly, as rounding would not have it
-    high = 1.0 if hits == n else centre + half
-    return Interval(p, low, high, n)
+    low, high = bounds(hits, n)
+    return Interval(hits / n if n else math.nan, low, high, n)
+
+
+wilson = share_interval
 
 
 def mean_interval(

@@ -8,6 +8,7 @@ they call `Run.done`, the only place where a run can be left and taken up.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import signal
@@ -135,11 +136,15 @@ class Run:
         """Skip the base training: its model is `start`; and the judges' where `start` has the same ones."""
         self.engine.begin_alignment(start.arrays)
         self.log(step=0, **start.identity())
+        taken = False
         if judges := start.judges(self.config, self.task.identity):
-            self.panel.load_state_dict(judges)
+            with contextlib.suppress(CheckpointError):  # of another version: trained anew
+                self.panel.load_state_dict(judges)
+                taken = True
+        if taken:
             self.results["judge_accuracy"] = dict(start.accuracy)
             self.progress.say(f"judges: those of {start.source}, which this run would train alike")
-        self.enter("evaluate_base" if judges else "judges")
+        self.enter("evaluate_base" if taken else "judges")
 
     def stream(self, name: str, source: Any, **which: str | None) -> Any:
         """The stream of `source` (`sources.Source`) that goes by `name`, from where the checkpoint left it.
