@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from fp4bf16.align.fidelity import rank_fidelity  # noqa: E402
 from fp4bf16.align.guards import colourfulness  # noqa: E402
 from fp4bf16.align.judges import Judge, train_judge  # noqa: E402
-from fp4bf16.align.pool import GROUP, Settings, digest_of, explore, rates, rewards_of  # noqa: E402
+from fp4bf16.align.pool import GROUP, Settings, digest_of, explore, rewards_of  # noqa: E402
+from fp4bf16.align.shares import rates  # noqa: E402
 from fp4bf16.cli.bench.record import host, write_json  # noqa: E402
 from fp4bf16.diffusion.noise import integers, normal, subseed  # noqa: E402
 from fp4bf16.train.config import Config, get_preset, override  # noqa: E402

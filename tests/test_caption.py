@@ -10,6 +10,7 @@ from fp4bf16.align.caption import CaptionJudge, CaptionRidge, Words, known_pictu
 from fp4bf16.align.classes import half
 from fp4bf16.align.measures import Captioned, Learning, PanelData
 from fp4bf16.align.panel import Panel
+from fp4bf16.backends import threads
 from fp4bf16.errors import CheckpointError, ConfigError, ShapeError
 from fp4bf16.train import data
 
@@ -115,6 +116,32 @@ def test_a_batch_changes_no_bit_and_sizes_are_free(network, rng):
             network.features(bad, size=size)
 
 
+@pytest.mark.parametrize("mine, theirs", [(1, 3), (2, 1)])
+def test_torch_runs_as_many_threads_as_we_do_and_then_its_own_again(network, rng, monkeypatch, mine, theirs):
+    x = rng.uniform(-1, 1, (3, 16, 16, 3)).astype(np.float32)
+    expected, seen, before = network.features(x), [], (threads.num_threads(), network.torch.get_num_threads())
+    pooled = network._pooled
+
+    def noted(x):
+        seen.append(network.torch.get_num_threads())
+        if len(seen) > 1:
+            raise RuntimeError("in the middle")
+        return pooled(x)
+
+    monkeypatch.setattr(network, "_pooled", noted)
+    try:
+        threads.set_num_threads(mine)
+        network.torch.set_num_threads(theirs)
+        np.testing.assert_array_equal(network.features(x), expected)  # the same bits
+        assert network.torch.get_num_threads() == theirs
+        with pytest.raises(RuntimeError, match="in the middle"):
+            network.features(x)
+        assert network.torch.get_num_threads() == theirs and seen == [mine, mine]
+    finally:
+        threads.set_num_threads(before[0])
+        network.torch.set_num_threads(before[1])
+
+
 def test_folding_the_norms_is_exact_and_padding_is_tensorflows(network, rng):
     """One strided and padded layer, in float64 by its definition."""
     torch = pytest.importorskip("torch")
@@ -195,6 +222,7 @@ def test_large_data_is_cut(learning_data, monkeypatch):
     monkeypatch.setattr(caption, "MOST_PICTURES", 30)
     a, b = (known_pictures(learning_data, "reward") for _ in range(2))
     assert len(a) == 30 and a.captions == b.captions and a.losers.shape == a.winners.shape
+    assert known_pictures(learning_data, "reward", 1).captions != a.captions  # by the run's seed
 
 
 # ---- the measures

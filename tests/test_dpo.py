@@ -39,6 +39,31 @@ def test_loss_by_its_formula(rng):
     assert result.stats["rewards/chosen"] - result.stats["rewards/rejected"] == pytest.approx(np.mean(inside))
 
 
+def test_published_values_by_hand():
+    """beta 5000 and no hold, of one pair of pictures of two elements, with eps the target.
+
+    Errors: the policy's 0.1² and 0.12², the reference's 0.11² twice: -(5000 / 2) [(0.01 - 0.0121) - (0.0144 -
+    0.0121)] = 11, L = log(1 + e^-11). dL/de = -+2500 / (1 + e^11), de/d output = its error.
+    """
+    eps, ones = np.array([0.3, -0.7]).reshape(1, 1, 1, 2), np.ones((2, 1, 1, 2))
+    both = np.concatenate([eps, eps])
+
+    class Output:
+        data = both + np.array([0.1, 0.12]).reshape(2, 1, 1, 1) * ones
+
+        def backward(self, gradient):
+            self.gradient = gradient
+
+    policy = Output()
+    result = dpo_backward(lambda *a: policy, lambda *a: both + 0.11, eps + 1, eps - 1, np.zeros((1, 3)),
+                          np.array([40]), eps, cosine(100), "eps", 5000.0)  # fmt: skip
+    assert result.loss == pytest.approx(math.log1p(math.exp(-11)), rel=1e-9)
+    assert result.stats["rewards/margins"] == pytest.approx(11)
+    slope = 2500 / (1 + math.exp(11))
+    want = slope * np.array([0.1, 0.1, -0.12, -0.12])
+    np.testing.assert_allclose(policy.gradient.ravel(), want, rtol=1e-9)
+
+
 def test_loss_gradients_are_finite_differences(rng):
     e, h = rng.random((4, 5)), 1e-6
     result = dpo_loss(*e, beta=30.0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from bases import base_data
 
+from fp4bf16 import tracks
 from fp4bf16.align.dpo import phase_drift
 from fp4bf16.align.rollout import Rollout
 from fp4bf16.diffusion import subseed
@@ -20,6 +21,7 @@ from fp4bf16.train.policy import (
     PairData,
     SampleData,
     TrajectoryData,
+    _share,
     batches,
     filled,
     make_data,
@@ -28,7 +30,8 @@ from fp4bf16.train.policy import (
 
 OBJECTIVES, PARAMETERS = ("dpo", "nft", "ppo"), ("full", "lora")
 SHORT = ["model.block_out_channels=[8,16]", "base.batch=8", "diffusion.chunk=8", "align.steps=4",
-         "align.timesteps=2", "align.batch=5", "lora.rank=2", "lora.alpha=4"]  # fmt: skip
+         "align.explore_steps=4", "align.timestep_fraction=0.75", "align.timesteps=2", "align.batch=5",
+         "lora.rank=2", "lora.alpha=4"]  # fmt: skip
 BOTH = pytest.mark.parametrize("parameters", PARAMETERS)
 ALL = pytest.mark.parametrize("objective", OBJECTIVES)
 
@@ -131,10 +134,10 @@ def test_ratio_is_exactly_one_before_the_first_update(parameters, batch, passes)
     assert len(results) == passes * math.ceil(total / batch)
     for result in results:
         assert result.stats["ratio"] == 1.0
-        assert result.stats["ratio_spread"] == result.stats["clipfrac"] == 0.0
+        assert result.stats["ratio_spread"] == result.stats["clipfrac"] == result.stats["approx_kl"] == 0.0
     moved = iterate(engine, 0, lr=1e-2, made=made)
     assert moved[0].stats["ratio_spread"] == 0
-    assert len(moved) == 1 or moved[-1].stats["ratio_spread"] > 0
+    assert len(moved) == 1 or (moved[-1].stats["ratio_spread"] > 0 and moved[-1].stats["approx_kl"] > 0)
 
 
 @BOTH
@@ -205,6 +208,30 @@ def test_adapters_leave_the_base_as_it_is(objective):
         with engine.lora.disabled():
             without = engine.draw([3], ["angry face"], 3, track)
         assert not np.array_equal(engine.draw([3], ["angry face"], 3, track), without)
+
+
+@ALL
+def test_reference_of_adapters_is_the_bases_output(objective, rng):
+    """Bit for bit that of a network that has never had adapters, before updates and after them, with the old
+    policy in between; the policy has left it.
+    """
+    engine = engine_of(configured(objective, "lora"))
+    plain = Denoiser(engine.config, engine.model.vocabulary)
+    plain.unet.flat.data[...] = engine.model.unet.flat.data
+    plain.unet.flat.touch()
+    x = rng.standard_normal((3, *plain.shape)).astype(np.float32)
+    t, bags = np.array([0, 500, 999]), plain.encode(["angry face", "", "red heart"])
+    with tracks("bf16"):
+        base = plain.evaluate(x, t, bags)
+    np.testing.assert_array_equal(engine._reference(x, t, bags), base)
+    for number in (0, 250):
+        iterate(engine, number)
+        engine.collect([1], ["angry face"], 2)
+        np.testing.assert_array_equal(engine._reference(x, t, bags), base)
+    assert not np.array_equal(engine.model.policy(x, t, bags).data, base)
+    if objective == "nft":
+        with engine.lora.using(engine.old), tracks("bf16"):
+            assert not np.array_equal(engine.model.evaluate(x, t, bags), base)
 
 
 @ALL
@@ -347,7 +374,7 @@ def test_data_of_a_rollout(objective):
     engine = engine_of(configured(objective, "full", "align.timestep_fraction=0.5"))
     made = rollout_of(engine, prompts=3, broken=2)
     data = make_data(engine.config, engine, seed, made, 3)
-    levels = engine.model.schedule.timesteps(4)[:2]
+    levels = engine.model.schedule.timesteps(4)[:2].tolist()
     if objective == "dpo":
         assert isinstance(data, PairData) and len(data) == 2 * len(data.chosen) == 2 * len(made.pairs()[2])
         np.testing.assert_array_equal(data.chosen, engine.model.fold(made.pairs()[0]))
@@ -371,6 +398,29 @@ def test_data_of_a_rollout(objective):
     np.testing.assert_array_equal(
         data.latents[-1], engine.model.fold(made.pictures.reshape(-1, 16, 16, 3)[2:])
     )
+
+
+@pytest.mark.parametrize("fraction, steps, count", [
+    (0.55, 20, 11), (0.6, 4, 2), (0.29, 100, 29), (0.99, 10, 9), (1.0, 7, 7), (0.1, 4, 1)
+])  # fmt: skip
+def test_share_of_the_steps_is_rounded_down(fraction, steps, count):
+    """0.55 times 20 is 11.000000000000002 and 0.29 times 100 is 28.999999999999996."""
+    assert _share(fraction, steps) == count
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "heun"])
+def test_levels_are_those_at_which_the_sampler_asks(sampler):
+    """Heun's method has a coarser grid than its steps: none of the other levels is ever met."""
+    config = configured("nft", "full", f"diffusion.sampler={sampler}", "align.steps=7",
+                        "align.timesteps=7")  # fmt: skip
+    engine = engine_of(config)
+    data = make_data(config, engine, seed, rollout_of(engine), 0)
+    seen = []
+    engine.model.evaluate = lambda x, t, c: (seen.append(int(t[0])), np.zeros_like(x))[1]
+    engine.draw([1], ["angry face"], 7)
+    met = sorted(set(seen), reverse=True)
+    assert len(seen) == 7 and len(met) == (7 if sampler == "ddim" else 5)
+    assert set(data.t) == set(met[: int(0.75 * len(met))])
 
 
 @ALL

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from fp4bf16.align import shares
 from fp4bf16.errors import ShapeError
 from fp4bf16.train.intervals import (
     Interval,
@@ -14,38 +15,18 @@ from fp4bf16.train.intervals import (
     mean_interval,
     paired_gain,
     resample,
-    wilson,
+    share_interval,
 )
 
 
 # ---- shares
-@pytest.mark.parametrize(
-    "hits, n, low, high",
-    # Roots of (p - share)^2 = z^2 p (1 - p) / n, which is how Wilson defines them.
-    [(0, 10, 0.0, 0.27754), (10, 10, 0.72246, 1.0), (5, 10, 0.23659, 0.76341), (81, 263, 0.25529, 0.36620)],
-)
-def test_wilson_of_known_shares(hits, n, low, high):
-    share = wilson(hits, n)
-    assert share.value == hits / n and share.n == n
-    assert share.low == pytest.approx(low, abs=2e-5) and share.high == pytest.approx(high, abs=2e-5)
-
-
-@pytest.mark.parametrize("n, p", [(30, 0.02), (30, 0.5), (200, 0.999)])
-def test_wilson_covers(n, p):
-    """The exact coverage, summed over all numbers of hits."""
-    covered = 0.0
-    for hits in range(n + 1):
-        share = wilson(hits, n)
-        if share.low <= p <= share.high:
-            covered += math.comb(n, hits) * p**hits * (1 - p) ** (n - hits)
-    assert 0.92 < covered <= 1
-
-
-def test_wilson_of_nothing_and_of_nonsense():
-    assert math.isnan(wilson(0, 0).value) and wilson(0, 0).as_dict()["low"] is None
-    for hits, n in ((-1, 3), (4, 3), (1, 0)):
-        with pytest.raises(ShapeError, match=f"{hits} hits of {n}"):
-            wilson(hits, n)
+def test_a_share_with_its_interval():
+    share = share_interval(81, 263)
+    assert (share.low, share.high) == shares.wilson(81, 263)
+    assert share.value == 81 / 263 and share.n == 263 and share.captions is None
+    assert math.isnan(share_interval(0, 0).value) and share_interval(0, 0).as_dict()["low"] is None
+    with pytest.raises(ShapeError, match="4 hits of 3"):
+        share_interval(4, 3)
 
 
 # ---- means

@@ -80,6 +80,53 @@ def test_gradient_is_finite_differences(prediction, schedule, rng):
         assert gradient[at] == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_pictures_that_fill_a_batch_up_are_left_out(dtype, rng):
+    """A batch that is all live has the bits of one without `live`; what is not live adds nothing to loss,
+    statistics or gradient, whatever it is.
+    """
+    batch, _ = _batch(rng, n=5, dtype=dtype)
+    plain, whole = nft_loss(*batch, SETTINGS), nft_loss(*batch, SETTINGS, np.ones(5))
+    np.testing.assert_array_equal(plain.values, whole.values)
+    np.testing.assert_array_equal(plain.gradient, whole.gradient)
+    coefficients = tuple(k[:3] for k in batch[5])
+    alone = nft_loss(*(b[:3] for b in batch[:5]), coefficients, batch[6][:3], SETTINGS)
+    live, limit = np.array([1.0, 1.0, 1.0, 0.0, 0.0]), 1e-12 if dtype == np.float64 else 1e-5
+    for i, a in enumerate(batch[:5]):
+        a[3:] += i + 1
+    batch[6][3:] = 5.0, -5.0
+    found = nft_loss(*batch, SETTINGS, live)
+    np.testing.assert_allclose(found.values, alone.values, rtol=limit)
+    np.testing.assert_allclose(found.gradient[:3], alone.gradient, rtol=limit, atol=limit * 1e-2)
+    assert not found.gradient[3:].any()
+
+
+def test_published_values_by_hand():
+    """beta 1, kl 1e-4, clip 5, no hold, of one picture of two elements, with A = 2.5, which is r = 3/4.
+
+    v+ = v, v- = 2 v_old - v. e+ = (-0.5, 0.1), w+ = 0.3, mean square 0.13; e- = (-0.7, 0.3), w- = 0.5, mean
+    square 0.29: L = 5 (3/4 0.13 / 0.3 + 1/4 0.29 / 0.5) + 1e-4 0.04 = 2.350004. dL/dv = 5 (3/4 e+ / 0.3 - 1/4
+    e- / 0.5) + 1e-4 (v - v_ref).
+    """
+    output, old, reference = (np.array(v).reshape(1, 1, 1, 2) for v in ((0.5, 0.1), (0.4, 0.2), (0.3, 0.3)))
+    x0 = np.array([1.0, 0.0]).reshape(1, 1, 1, 2)
+
+    class Output:
+        data = output
+
+        def backward(self, gradient):
+            self.gradient = gradient
+
+    policy = Output()
+    noise, t, advantage = np.zeros_like(x0), np.array([20]), np.array([2.5])
+    others = (lambda *a: old), (lambda *a: reference)
+    loss, stats = nft_backward(lambda *a: policy, *others, x0, None, t, noise, advantage, cosine(50), "x0")
+    assert loss == pytest.approx(2.350004, rel=1e-12)
+    want = [-4.5 + 1e-4 * 0.2, 0.5 - 1e-4 * 0.2]
+    np.testing.assert_allclose(policy.gradient.ravel(), want, rtol=1e-12)
+    assert stats["loss/kl"] == pytest.approx(4e-6) and stats["kl"] == pytest.approx(0.04)
+
+
 def test_mixing_outputs_is_mixing_pictures(rng):
     """v+ and v- of the papers, in velocities, give the x0 that the loss mixes."""
     s, n = cosine(50), 4
@@ -243,6 +290,8 @@ def test_shapes_that_do_not_belong_together(rng):
             nft_loss(*(b[:2] if i == at else b for i, b in enumerate(batch)))
     with pytest.raises(ShapeError, match=r"advantage has shape \(2,\) but there are 3 pictures"):
         nft_loss(*batch[:6], batch[6][:2])
+    with pytest.raises(ShapeError, match=r"live has shape \(2,\) but there are 3 pictures"):
+        nft_loss(*batch, SETTINGS, np.ones(2))
     with pytest.raises(ShapeError, match="holds no picture"):
         empty = batch[0][:0]
         nft_loss(empty, empty, empty, empty, empty, (np.zeros(0), np.zeros(0)), np.zeros(0))

@@ -237,6 +237,32 @@ def test_a_part_that_is_not_finite_is_passed_on_to_who_asks(pictures):
             made.heldout(x, prompts)
 
 
+def test_the_pool_tries_another_seed_where_a_part_has_no_number(pictures):
+    """A panel among rollouts: one picture without a number is retried; a reward without any is refused."""
+    from fp4bf16.align.pool import Settings, explore
+
+    x, _ = pictures
+    bad, first = x[3], dict(enumerate(x))
+
+    def draw(seeds, prompts, steps, track):
+        return np.stack([first.get(int(s), x[int(s) % 40]) for s in seeds])
+
+    def hole(images):
+        values = images.mean(axis=(1, 2, 3))
+        return np.where((images == bad).all((1, 2, 3)), np.nan, values)
+
+    seeds, settings = np.arange(40, dtype=np.uint64)[None], Settings(keep=2)
+    for functions in ((hole,), (lambda i: i.std(axis=(1, 2, 3)), hole)):
+        made = _panel(*functions)
+        made.observe(np.delete(x, 3, 0), ["p"] * 39)
+        pool = explore(draw, made, seeds, ["p"], settings)
+        assert pool.counts["nonfinite_rewards"] == 1 <= pool.counts["retried"] and pool.counts["lost"] == 0
+        assert pool.retried.sum() == 1 and pool.retried[0, 3] and np.isfinite(pool.rewards).all()
+    made = _panel(lambda i: np.full(len(i), np.nan))
+    with pytest.raises(RewardError, match="reward part0: returned nan for picture 0"):
+        explore(draw, made, seeds, ["p"], settings)
+
+
 def test_a_constant_part_hides_no_hole():
     running = Running()
     running.add(np.ones(3))
@@ -440,6 +466,7 @@ def test_state_before_training(pictures):
     made = Panel.parse("style")
     again = Panel.parse("style")
     again.load_state_dict(made.state_dict())
+    again.load_state_dict({k: v for k, v in made.state_dict().items() if not k.endswith(".fixed")})
     with pytest.raises(ConfigError, match="learnt nothing yet"):
         again.reward(*pictures)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import tracemalloc
 import warnings
 
 import numpy as np
 import pytest
 
+from fp4bf16.align.notes import Forgiving
 from fp4bf16.align.pool import (
     BYTES,
     GROUP,
@@ -18,11 +19,11 @@ from fp4bf16.align.pool import (
     digest_of,
     explore,
     healthy,
-    rates,
-    wilson,
 )
+from fp4bf16.align.shares import rates
 from fp4bf16.diffusion import normal, subseed
 from fp4bf16.errors import ConfigError, RewardError, ShapeError
+from fp4bf16.train.journal import Journal
 
 SIDE = 4
 
@@ -226,29 +227,6 @@ def test_a_reward_without_any_number_is_refused_at_once(rng):
         assert calls == [64]  # not the whole pool, and no retries
 
 
-def test_wilson_is_the_interval_of_its_equation(rng):
-    """Its ends are the shares from which the seen one lies just 1.96 standard deviations away."""
-    for _ in range(50):
-        n = int(rng.integers(1, 20_000))
-        k = int(rng.integers(0, n + 1))
-        low, high = wilson(k, n)
-        assert 0 <= low <= k / n <= high <= 1
-        for end, edge in ((low, 0), (high, n)):
-            if k != edge:
-                assert abs(k / n - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / n), rel=1e-5)
-    assert wilson(0, 10)[0] == 0.0 and wilson(10, 10)[1] == 1.0
-    assert wilson(10_000, 10_000)[0] == pytest.approx(0.999616, abs=1e-6)
-    assert all(math.isnan(v) for v in wilson(0, 0))
-
-
-def test_rates_of_first_tries_and_after_retries():
-    counts = {"rollouts": 1000, "unhealthy": 30, "nonfinite_rewards": 20, "retried": 61, "lost": 4}
-    found = rates(counts)
-    assert found["first_try_rate"] == 0.95 and found["success_rate"] == 0.996
-    assert (found["success_low"], found["success_high"]) == wilson(996, 1000)
-    assert (found["first_try_low"], found["first_try_high"]) == wilson(950, 1000)
-
-
 # --------------------------------------------------------------------------------------------------- settings
 
 
@@ -376,16 +354,61 @@ def test_a_damaged_record_is_drawn_anew(damage, rng):
     assert [len(c) for c in calls] == [64]
 
 
-def test_a_full_disk_ends_the_journal_and_not_the_iteration(rng):
+@pytest.mark.parametrize(
+    "failing", [("append",), ("read",), ("clear", "append"), ("read", "append", "clear")]
+)
+def test_a_full_disk_ends_the_journal_and_not_the_iteration(failing, rng):
     class Full(Notes):
-        def append(self, record):
-            raise OSError(28, "No space left on device")
+        pass
 
-    seeds = seeds_of(rng, 3, 100)
-    with pytest.warns(RuntimeWarning, match="journal cannot be written .*No space left") as seen:
-        got = explore(draw, reward, seeds, names(3), Settings(chunk=64), journal=Full())
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    for name in failing:
+        setattr(Full, name, fails)
+    seeds, notes = seeds_of(rng, 3, 100), Full()
+    notes.lines = ['{"pool": "another"}']
+    with pytest.warns(
+        RuntimeWarning, match="journal cannot be used .*No space left.* free some space"
+    ) as seen:
+        got = explore(draw, reward, seeds, names(3), Settings(chunk=64), journal=notes)
     assert len(seen) == 1  # said once
     same(got, explore(draw, reward, seeds, names(3), Settings()))
+
+
+def test_a_journal_that_failed_is_used_again_when_it_is_begun_anew(tmp_path, monkeypatch):
+    """With the trainer's own, whose `begin` and `clear` write too."""
+    full, real, said = [], os.write, []
+
+    def write(*a):
+        if full:
+            raise OSError(28, "No space left on device")
+        return real(*a)
+
+    own = Journal(tmp_path / "rollout.jsonl")
+    journal = Forgiving(own, said.append)
+    assert journal.path == own.path and not journal.begin(iteration=1)
+    journal.append({"chunk": 0})
+    monkeypatch.setattr(os, "write", write)
+    full.append(True)
+    journal.append({"chunk": 1})
+    full.clear()
+    journal.append({"chunk": 2})  # not used until it is begun: no gap in what it holds
+    assert len(said) == 1 and journal.read() == [] and own.read() == [{"chunk": 0}]
+    assert journal.begin(iteration=1) and journal.read() == [{"chunk": 0}]
+    full.append(True)
+    assert not journal.begin(iteration=2) and journal.read() == []  # what is there is of another pool
+    journal.append({"chunk": 3})
+    journal.clear()
+    assert len(said) == 1  # the disk has been full all the time
+    full.clear()
+    assert not journal.begin(iteration=2)
+    journal.append({"chunk": 4})
+    assert journal.read() == own.read() == [{"chunk": 4}]
+    full.append(True)
+    journal.clear()
+    assert len(said) == 2
+    journal.close()
 
 
 def test_digest_is_of_names_types_shapes_and_values(rng):

@@ -95,9 +95,10 @@ def test_loss_in_plain_python(clip, rng):
     batch = _batch(rng, n=9)
     output, reference, x, following, rows, advantage, old = batch
     stats = dict(zip(PPO_STATS, ppo_loss(*batch, clip).values, strict=True))
-    total = kl = outside = ratios = 0.0
+    total = kl = outside = ratios = gone = 0.0
     for i in range(9):
-        rho = math.exp(_density(output[i], x[i], following[i], rows[i]) - old[i])
+        change = _density(output[i], x[i], following[i], rows[i]) - old[i]
+        rho, gone = math.exp(change), gone + 0.5 * change**2 / 9
         total += max(-advantage[i] * rho, -advantage[i] * min(1 + clip, max(1 - clip, rho))) / 9
         outside, ratios = outside + (abs(rho - 1) > clip) / 9, ratios + rho / 9
         mu, mu_ref = (step_mean(o[i : i + 1], x[i : i + 1], rows[i : i + 1])[0] for o in (output, reference))
@@ -105,6 +106,34 @@ def test_loss_in_plain_python(clip, rng):
     assert stats["loss"] == pytest.approx(total) and stats["ratio"] == pytest.approx(ratios)
     assert stats["clipfrac"] == pytest.approx(outside) and stats["kl"] == pytest.approx(kl)
     assert stats["advantage"] == pytest.approx(advantage.mean())
+    assert stats["approx_kl"] == pytest.approx(gone) and gone > 1e-6
+
+
+@pytest.mark.parametrize("advantage, loss, slope", [(3.0, -3.0003, 0.0), (-3.0, 3.03, 0.37875)])
+def test_published_values_by_hand(advantage, loss, slope):
+    """clip 1e-4 and no hold: DDPO's clipped loss of a step that has become likelier by 1 in 100.
+
+    mu = 0, x' = 1, s = 2: d log p / d output = (1 / 4) / 2 elements. A = 3: max(-3.03, -3 (1 + 1e-4)), and no
+    gradient; A = -3: max(3.03, 3 (1 + 1e-4)), and 3.03 / 8. 0.5 (log 1.01)² = 4.95042e-5.
+    """
+    rows = np.array([[0.0, 1.0, 1.0, 0.0, 2.0, np.inf]])  # mu is the output
+    zero, following = np.zeros((1, 1, 1, 2)), np.ones((1, 1, 1, 2))
+    old = np.array([-1 / 8 - math.log(2) - 0.5 * math.log(2 * math.pi) - math.log(1.01)])
+
+    class Output:
+        data = zero
+
+        def backward(self, gradient):
+            self.gradient = gradient
+
+    output = Output()
+    found, stats = ppo_backward(lambda *a: output, lambda *a: zero + 0.2, zero, following, None,
+                                np.zeros(1, int), rows, np.array([advantage]), old, 1e-4)  # fmt: skip
+    assert found == pytest.approx(loss, rel=1e-12)
+    np.testing.assert_allclose(output.gradient, np.full((1, 1, 1, 2), slope), rtol=1e-12)
+    assert stats["ratio"] == pytest.approx(1.01) and stats["clipfrac"] == 1
+    assert stats["approx_kl"] == pytest.approx(4.95042e-5, rel=1e-5)
+    assert stats["kl"] == pytest.approx(0.04 / 8)  # (mu - mu_ref)² / (2 s²)
 
 
 @pytest.mark.parametrize("clip", [1e-4, 0.05, 0.9])
@@ -151,6 +180,7 @@ def test_ratio_is_one_of_the_same_output(rng):
         old, _ = log_probability(o, at, to, rows)
         stats = dict(zip(PPO_STATS, ppo_loss(o, r, at, to, rows, advantage, old, 1e-4).values, strict=True))
         assert stats["ratio"] == 1.0 and stats["ratio_spread"] == 0.0 and stats["clipfrac"] == 0.0
+        assert stats["approx_kl"] == 0.0
         assert stats["loss"] == pytest.approx(-advantage.mean())
 
 
@@ -266,5 +296,7 @@ def test_shapes_that_do_not_belong_together(rng):
     for at, name in ((4, "rows"), (5, "advantage"), (6, "old")):
         with pytest.raises(ShapeError, match=rf"ppo_loss: {name} has shape \(3.* but there are 4 steps"):
             ppo_loss(*(b[:3] if i == at else b for i, b in enumerate(batch)), 0.1)
+    with pytest.raises(ShapeError, match=r"ppo_loss: live has shape \(3,\) but there are 4 steps"):
+        ppo_loss(*batch, 0.1, np.ones(3))
     with pytest.raises(ShapeError, match="holds no step"):
         ppo_loss(*(b[:0] for b in batch), 0.1)

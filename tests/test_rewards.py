@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 import fp4bf16 as fb
-from fp4bf16.align import judges
 from fp4bf16.align.augment import Augmentation, augment, drawn
 from fp4bf16.align.judges import ARCHITECTURES, Judge, train_judge
 from fp4bf16.align.rewards import Reward, reward_name, score
-from fp4bf16.errors import CheckpointError, ConfigError, RewardError, ShapeError
+from fp4bf16.errors import CheckpointError, ConfigError, NonFiniteError, RewardError, ShapeError
 from fp4bf16.train import data
 
 NAMES = tuple(ARCHITECTURES)
@@ -258,5 +257,5 @@ def test_bad_arguments_are_named(call, error, text):
 def test_a_diverging_judge_says_so(pairs, monkeypatch):
     judge = Judge("reward", 8)
     judge.network.head.bias.assign(np.float32([np.inf]))
-    with pytest.raises(judges.NonFiniteError, match="judge reward: loss is nan at step 0; lower its lr"):
+    with pytest.raises(NonFiniteError, match="judge reward: loss is nan at step 0; lower its lr"):
         train_judge(judge, *pairs.images[:, :8], steps=3, batch=4)

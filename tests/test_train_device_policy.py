@@ -7,6 +7,7 @@ and of what is drawn at random, to the bit.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ ALL = pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])
 def aligning(objective: str, *more: str):
     """(CPU, device) that begin to align from the same weights, after a step of the base training."""
     steps = "align.steps=3", "align.explore_steps=3"  # the same, as PPO asks
-    settings = f"align.objective={objective}", *steps, "align.batch=5", *more
+    settings = f"align.objective={objective}", *steps, "align.timestep_fraction=1", "align.batch=5", *more
     host, ours, data = pair_of_engines(tiny(*settings))
     host.base_step(data, 0, 1e-3)
     ours.restore(host.state(), host.updates, aligning=False)
@@ -85,15 +86,15 @@ class Told:
 
 
 def overheard(ours, patch) -> dict:
-    """What the device's step says and is told: outputs of the policy, of the others, the gradient in the
-    output, each in the list of its name.
+    """What the device's step says and is told: outputs of the policy, of the old one, of the reference, the
+    gradient in the output, each in the list of its name.
     """
-    heard = {"output": [], "frozen": [], "gradient": []}
+    heard = {"output": [], "old": [], "reference": [], "gradient": []}
     by, backward = ours._by, ours._backward
 
     def _by(*arguments):
         found = by(*arguments)
-        heard["frozen"].append(device.to_host(found))
+        heard["old" if arguments[0] is ours.old else "reference"].append(device.to_host(found))
         return found
 
     def _backward(output, gradient):
@@ -114,8 +115,8 @@ def of_the_host(host, data, some, heard, patch):
         rows = np.append(rows[:count], rows[n // 2 : n // 2 + count])
     elif isinstance(data, SampleData):
         rows = rows[:count]
-    told, frozen = Told(heard["output"].pop()[rows]), [a[rows] for a in heard["frozen"]]
-    heard["frozen"].clear()
+    told = Told(heard["output"].pop()[rows])
+    frozen = [heard[name].pop()[rows] for name in ("old", "reference") if heard[name]]
     patch.setattr(host.model, "policy", lambda *x: told)
     patch.setattr(host, "_frozen", lambda weights: lambda *x: frozen.pop(0))
     result = host.policy_step(data, some, 1e-3)
@@ -132,12 +133,12 @@ def test_losses_and_gradients_are_the_cpus_of_the_same_outputs(gpu, objective, s
     rounding of float32: every factor, every row, in full batches and in one that is filled up, at the first
     update and after some, when nothing is 0 any more. The norm is that of the gradient that lies there.
     """
-    more = "align.beta=20", "ppo.clip=0.2", "align.hold=3", "nft.kl=0.5", f"diffusion.schedule={schedule}"
-    host, ours = aligning(objective, *more)
-    data = make_data(host.config, host, len, rollout_of(host, keep=4), 0)
+    more = "align.beta=20", "ppo.clip=0.2", "align.hold=3", "nft.kl=0.5", "align.batch=4"
+    host, ours = aligning(objective, *more, f"diffusion.schedule={schedule}")
+    data = make_data(host.config, host, len, rollout_of(host, keep=6), 0)
     made, scale = scaled(host, data)
     slices = batches(host.config, data)
-    assert {s.stop - s.start for s in slices} > {5} and len(slices) >= 2
+    assert len(slices) >= 2 and slices[0].stop == 4 and slices[-1].stop - slices[-1].start < 4
     heard = overheard(ours, monkeypatch)
     host.begin(data)
     for number in range(2):
@@ -153,37 +154,93 @@ def test_losses_and_gradients_are_the_cpus_of_the_same_outputs(gpu, objective, s
                 assert got.stats[name] == pytest.approx(value, rel=2e-5, abs=1e-7), name
             there = device.to_host(ours.parameters.grad).astype(np.float64)
             assert got.norm == pytest.approx(np.sqrt((there**2).sum()), rel=1e-5)
-            heard["frozen"].clear()
+            assert not any(heard.values())
         ours.end_iteration(number)
         assert number == 0 or got.stats["drift"] > 1e-3
         if number == 0 and objective == "nft":
             np.testing.assert_array_equal(device.to_host(ours.old.data), device.to_host(ours.parameters.data))
-            host._begun = data
 
 
 @ALL
 @pytest.mark.parametrize("schedule", ["cosine", "ve"])
 def test_policy_steps_are_the_cpus(gpu, objective, schedule):  # noqa: F811
-    """The same entries on both: losses, norms and statistics agree, at the first update and after some."""
+    """The same entries on both, through both networks: losses, norms and statistics agree, at the first
+    update and after some. Nothing here is random: the worst of all were 0.004 (norm before the first update),
+    0.047 (norm), 0.057 (kl) and 0.1 (drift); the limits are three times that, and less than a factor of 1.3.
+    """
     more = "align.beta=20", "ppo.clip=0.2", f"diffusion.schedule={schedule}"
     host, ours = aligning(objective, *more)
     data = make_data(host.config, host, len, rollout_of(host), 0)
     made, _ = scaled(host, data)
     for number in range(2):
-        for a, b in zip(taught(host, number, 3e-4, data), taught(ours, number, 3e-4, made), strict=True):
+        both = zip(taught(host, number, 3e-4, data), taught(ours, number, 3e-4, made), strict=True)
+        for i, (a, b) in enumerate(both):
             assert set(a.stats) == set(b.stats) and b.finite
             assert b.loss == pytest.approx(a.loss, rel=0.05, abs=2e-3)
-            assert b.norm == pytest.approx(a.norm, rel=0.25)
-            print("NORM", objective, schedule, b.norm / a.norm - 1, b.loss / a.loss - 1, b.loss - a.loss, {n: b.stats[n]/a.stats[n]-1 for n in ("kl","drift") if a.stats[n]})
+            assert b.norm == pytest.approx(a.norm, rel=0.15 if number or i else 0.012)
             for name in [n for n in a.stats if n.startswith(("errors/", "loss/p", "loss/n")) or n == "ratio"]:
                 assert b.stats[name] == pytest.approx(a.stats[name], rel=0.05), name
-            for name in ("kl", "drift"):
-                assert b.stats[name] == pytest.approx(a.stats[name], rel=0.5, abs=1e-6), name
+            for name, limit in (("kl", 0.17), ("drift", 0.29)):
+                assert b.stats[name] == pytest.approx(a.stats[name], rel=limit, abs=1e-9), name
     assert ours.updates == host.updates >= 2
     if objective == "nft":
         want = checkpoint.take(host.state(), "old")
         for name, a in checkpoint.take(ours.state(), "old").items():
             assert np.abs(a - want[name]).max() <= ours.updates * 2.1 * 3e-4, name
+
+
+def policy_graphs(engine) -> set:
+    return {key for key in engine._graphs if key[0] not in ("sample", "base")}
+
+
+GRAPHS = {"dpo": {("dpo", 4)}, "nft": {("nft", 4)}, "ppo": {("ppo old", 4), ("ppo", 4)}}
+
+
+@ALL
+def test_iterations_of_any_size_have_one_graph(gpu, objective):  # noqa: F811
+    """Last batches of other sizes, iterations of other sizes: no graph and no buffer more than the first had.
+    A short batch begins with the numbers of a full one.
+    """
+    _, ours = aligning(objective, "align.batch=4", "align.seeds=6", "align.keep=6")
+    sizes, held = set(), None
+    for number, keep in enumerate((4, 6, 3, 5)):
+        data = make_data(ours.config, ours, len, rollout_of(ours, keep=keep), number)
+        sizes.add(len(data))
+        for result in taught(ours, number, 0.0, data):
+            assert result.finite and result.stats["kl"] == result.stats["drift"] == 0
+            if objective == "dpo":
+                assert result.loss == math.log(2) and result.stats["rewards/accuracies"] == 0.5
+        held = set(ours.memory_of._held) if held is None else held
+        assert policy_graphs(ours) == GRAPHS[objective] and set(ours.memory_of._held) == held
+    assert len(sizes) == 4 and any(size % 4 for size in sizes)
+
+
+@ALL
+def test_more_than_there_was_room_for(gpu, objective):  # noqa: F811
+    """Buffers and graph are made anew, and nothing of those before stays; the numbers are those of an engine
+    that had the room at once.
+    """
+    _, small = aligning(objective, "align.batch=4")
+    _, large = aligning(objective, "align.batch=4", "align.seeds=8", "align.keep=8")
+    for number, keep in enumerate((3, 8, 5)):
+        data = make_data(large.config, large, len, rollout_of(large, keep=keep), number)
+        assert taught(small, number, data=data) == taught(large, number, data=data)
+        assert policy_graphs(small) == GRAPHS[objective]
+        for engine in (small, large):
+            names = [key[0] for key in engine.memory_of._held]
+            assert len(set(names)) == len(names), names
+    assert objective == "ppo" or small._room[objective] == ((7, 7) if objective == "dpo" else (15, 15))
+
+
+def test_buffers_of_one_name_differ_in_shape_and_dtype(gpu):  # noqa: F811
+    _, ours = aligning("dpo")
+    one, other = ours.memory_of("mine", (3,)), ours.memory_of("mine", (3,), "int64")
+    assert (one.dtype, other.dtype) == ("float32", "int64") and ours.memory_of("mine", (3,)) is one
+    more = ours.memory_of("mine", (4,))
+    ours.memory_of("yours", (3,))
+    ours.memory_of.drop("mine")
+    assert not [key for key in ours.memory_of._held if key[0] == "mine"] and more.shape == (4,)
+    assert [key for key in ours.memory_of._held if key[0] == "yours"]
 
 
 def test_first_batches_of_ppo_have_a_ratio_of_one(gpu):  # noqa: F811
@@ -197,6 +254,7 @@ def test_first_batches_of_ppo_have_a_ratio_of_one(gpu):  # noqa: F811
     for result in results:
         assert result.stats["ratio"] == 1.0 and result.norm > 0
         assert result.stats["ratio_spread"] == result.stats["kl"] == result.stats["drift"] == 0
+        assert result.stats["approx_kl"] == 0
         assert result.loss == pytest.approx(-result.stats["advantage"], abs=1e-12)
 
 

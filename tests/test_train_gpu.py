@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from types import SimpleNamespace
@@ -77,12 +78,15 @@ def test_graphs_do_what_calls_do(monkeypatch, rng):
     for name, array in one.items():
         np.testing.assert_array_equal(array, two[name], err_msg=name)
     assert engine.updates == 3
+    assert sum(key[0] == "dpo" for key in engine._graphs) == 1  # the last, short batch is filled up
 
 
 def _aligning(objective: str):
     """An engine that begins to align, and what it draws as a rollout, labelled by its brightness."""
-    engine, _ = engines(override(get_preset("emoji32"), [f"align.objective={objective}", "align.steps=4",
-                                                         "align.batch=5", "align.prompts=2"]))  # fmt: skip
+    engine, _ = engines(override(get_preset("emoji32"), [
+        f"align.objective={objective}", "align.steps=4", "align.explore_steps=4", "align.batch=5",
+        "align.prompts=2",
+    ]))  # fmt: skip
     engine.begin_alignment()
     captions, kept = ["angry face", "red heart"], np.arange(6, dtype=np.uint64)
     pictures = engine.collect(kept, [c for c in captions for _ in range(3)], 4)
@@ -120,6 +124,45 @@ def test_graphs_of_other_objectives_do_what_calls_do(objective, monkeypatch):
     np.testing.assert_array_equal(drawn, again)
     for name, array in one.items():
         np.testing.assert_array_equal(array, two[name], err_msg=name)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "nft"])
+def test_more_than_there_was_room_for(objective, monkeypatch):
+    """The graph of the buffers before is gone: with and without graphs the numbers are the same."""
+    runs = []
+    for captured in (True, False):
+        if not captured:
+            monkeypatch.setattr(graph, "_Captured", graph._Eager)
+        engine, data = _aligning(objective)
+        found, room = _taught(engine, data), engine._room[objective][0]
+        names = ("chosen", "rejected", "captions") if objective == "dpo" else (
+            "pictures", "captions", "advantage")  # fmt: skip
+        times = room // len(data.captions) + 2
+        more = {n: np.concatenate([getattr(data, n)] * times) for n in names}
+        more |= {"row": np.arange(len(more["captions"])), "t": np.resize(data.t, len(more["captions"]))}
+        found += _taught(engine, dataclasses.replace(data, **more))
+        assert engine._room[objective][0] > room and all(r.finite for r in found)
+        assert sum(key[0] == objective for key in engine._graphs) == 1
+        runs.append((found, engine.state()))
+    (a, one), (b, two) = runs
+    assert a == b
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, two[name], err_msg=name)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])
+def test_ragged_iterations_take_no_more_memory(objective):
+    """Iterations of other sizes, last batches of other sizes: one graph an objective, and no growth but of
+    the little that is written to buffers; a graph takes much more.
+    """
+    engine, data = _aligning(objective)
+    _taught(engine, data)
+    before, graphs = engine.memory()["gpu_mb"], set(engine._graphs)
+    for count in range(1, len(data)):
+        some = {"row": data.row[:count]}
+        some |= {"step": data.step[:count]} if objective == "ppo" else {"t": data.t[:count]}
+        assert all(r.finite for r in _taught(engine, dataclasses.replace(data, **some)))
+    assert set(engine._graphs) == graphs and engine.memory()["gpu_mb"] <= before + 0.5
 
 
 @pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])

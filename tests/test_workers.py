@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import pathlib
 import signal
@@ -13,16 +11,15 @@ import textwrap
 import threading
 import time
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from explorers import Make, bad_factory, reward
 
 from fp4bf16.align.pool import Job, Settings, explore
 from fp4bf16.align.rollout import measure_fidelity, rollout
 from fp4bf16.align.workers import Explorer
 from fp4bf16.backends import threads
-from fp4bf16.diffusion import normal
 from fp4bf16.errors import ConfigError
 from fp4bf16.train.config import get_preset, override
 from fp4bf16.train.data import Vocabulary
@@ -31,51 +28,6 @@ from fp4bf16.train.engine import HostEngine
 from fp4bf16.train.exploring import MakeDraw, weights_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True)
-class Make:
-    """Pictures of seeds, brighter by the weight ``shift``. Where `folder` is given, what a job for a prompt
-    in it asks for is done once (of all workers): a death, an error, or no end.
-    """
-
-    folder: str = ""
-    pause: float = 0.0
-
-    def __call__(self):
-        held = {"shift": np.float32(0)}
-        main = multiprocessing.parent_process() is None
-
-        def draw(seeds, prompts, steps, track):
-            time.sleep(self.pause)
-            for name in set(prompts) if self.folder and not main else ():
-                self.happen(name)
-            noise = normal(np.asarray(seeds, np.uint64), int(steps), (4, 4, 3))
-            return noise + held["shift"] + np.float32(track == "fp4")
-
-        return draw, held.update
-
-    def happen(self, name):
-        path = pathlib.Path(self.folder) / name
-        if not path.exists():
-            return
-        if not name.startswith("always"):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-        if "exit" in name:
-            os._exit(3)
-        if "kill" in name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if "raise" in name:
-            raise ValueError("no luck")
-
-
-def bad_factory():
-    raise RuntimeError("cannot be built")
-
-
-def reward(pictures, prompts):
-    return pictures.mean((1, 2, 3))
 
 
 def seeds_of(rng, prompts=4, n=80):
@@ -101,36 +53,63 @@ def same(a, b):
 # ---------------------------------------------------------------------------------------------- the same pool
 
 
-def test_pool_of_workers_is_the_single_process_pool(rng):
+@pytest.fixture(scope="module")
+def shared():
+    """Two workers for all that do them no harm: nothing is said of them, and they stay the same ones."""
+    said = []
+    with Explorer(Make(pause=0.005), 2, threads=1, say=said.append) as explorer:
+        yield explorer
+        pids = explorer.processes
+    assert said == [] and gone(pids) and explorer.processes == []
+
+
+def test_pool_of_workers_is_the_single_process_pool(shared, rng):
     """Also with new weights, which every worker takes up, and in the pictures that are made anew."""
     seeds, prompts, settings = seeds_of(rng), list("abcd"), Settings(keep=4, steps=5)
     draw, load = Make()()
-    with Explorer(Make(pause=0.01), 3, threads=1) as explorer:
-        for shift in (1.5, 2.5):
-            load({"shift": np.float32(shift)})
-            explorer.refresh({"shift": np.float32(shift)})
-            alone = rollout(draw, reward, seeds, prompts, settings, 3)
-            same(alone, rollout(draw, reward, seeds, prompts, settings, 3, explorer=explorer))
-        pids = explorer.processes
-        assert len(set(pids)) == 3 and os.getpid() not in pids
-        here = measure_fidelity(draw, reward, alone, prompts, settings)
-        assert measure_fidelity(draw, reward, alone, prompts, settings, explorer) == here
-        assert explorer.processes == pids  # the same ones all the time
-    assert gone(pids) and explorer.processes == [] and not multiprocessing.active_children()
+    for shift in (1.5, 2.5, 0.0):
+        load({"shift": np.float32(shift)})
+        shared.refresh({"shift": np.float32(shift)})
+        alone = rollout(draw, reward, seeds, prompts, settings, 3)
+        same(alone, rollout(draw, reward, seeds, prompts, settings, 3, explorer=shared))
+    pids = shared.processes
+    assert len(set(pids)) == 2 and os.getpid() not in pids
+    here = measure_fidelity(draw, reward, alone, prompts, settings)
+    assert measure_fidelity(draw, reward, alone, prompts, settings, shared) == here
+    assert shared.processes == pids  # the same ones all the time
 
 
-def test_workers_draw_and_the_main_process_does_not(rng):
+def test_workers_draw_and_the_main_process_does_not(shared, rng):
     def draw(*_):
         raise AssertionError("the main process drew")
 
-    with Explorer(Make(), 2, threads=1) as explorer:
-        pool = explore(draw, reward, seeds_of(rng), list("abcd"), Settings(), explorer=explorer)
-        assert len(explorer.processes) == 2
-        assert np.isfinite(pool.rewards).all()
-        assert list(explorer.pictures([], draw)) == []
+    pool = explore(draw, reward, seeds_of(rng), list("abcd"), Settings(), explorer=shared)
+    assert len(shared.processes) == 2
+    assert np.isfinite(pool.rewards).all()
+    assert list(shared.pictures([], draw)) == []
 
 
-@pytest.mark.parametrize("track, parameters", [("fp4", "full"), ("bf16", "full"), ("fp4", "lora")])
+def test_order_and_memory_do_not_depend_on_who_is_fast(shared):
+    """Pictures come in the order of the jobs, and few are taken before the first is given out."""
+    taken = []
+
+    def jobs():
+        for i in range(20):
+            taken.append(i)
+            yield Job(np.arange(i, i + 2, dtype=np.uint64), ["a", "b"], 1, "fp4")
+
+    draw, _ = Make()()
+    for i, pictures in enumerate(shared.pictures(jobs(), draw)):
+        assert len(taken) <= i + 6
+        np.testing.assert_array_equal(pictures, draw([i, i + 1], ["a", "b"], 1, "fp4"))
+    assert i == 19
+
+
+@pytest.mark.parametrize("track, parameters", [
+    pytest.param("fp4", "full", marks=pytest.mark.slow),
+    pytest.param("bf16", "full", marks=pytest.mark.slow),
+    ("fp4", "lora"),
+])  # fmt: skip
 def test_the_network_draws_the_same_pictures_in_workers(track, parameters, rng):
     """The UNet, bit for bit, with its weights changed, and with other numbers of threads on either side."""
     config = override(get_preset("ci"), [f"align.parameters={parameters}", f"align.explore_track={track}"])
@@ -167,23 +146,6 @@ def test_none_and_one_job(rng):
         assert len(explorer.processes) == 1  # no more than there is to do
 
 
-def test_order_and_memory_do_not_depend_on_who_is_fast(rng):
-    """Pictures come in the order of the jobs, and few are taken before the first is given out."""
-    taken = []
-
-    def jobs():
-        for i in range(20):
-            taken.append(i)
-            yield Job(np.arange(i, i + 2, dtype=np.uint64), ["a", "b"], 1, "fp4")
-
-    draw, _ = Make()()
-    with Explorer(Make(pause=0.005), 2, threads=1) as explorer:
-        for i, pictures in enumerate(explorer.pictures(jobs(), draw)):
-            assert len(taken) <= i + 6
-            np.testing.assert_array_equal(pictures, draw([i, i + 1], ["a", "b"], 1, "fp4"))
-    assert i == 19
-
-
 # ----------------------------------------------------------------------------------------------------- deaths
 
 
@@ -203,23 +165,36 @@ def run_with(tmp_path, rng, happening, count=2, **options):
     return said, pids
 
 
+def test_workers_that_die_raise_or_hang_lose_nothing(tmp_path, rng):
+    """One after the other, each in another chunk, with no more processes than take their places."""
+    prompts, seeds, said = ["exit", "raise", "hang", "kill"], seeds_of(rng, 4, 128), []
+    draw, _ = Make(str(tmp_path))()
+    for name in prompts:
+        (tmp_path / name).write_text("")
+    with Explorer(Make(str(tmp_path)), 2, threads=1, say=said.append, replacements=4, seconds=5) as explorer:
+        began = time.monotonic()
+        pool = explore(draw, reward, seeds, prompts, Settings(chunk=64), explorer=explorer)
+        assert 5 <= time.monotonic() - began < 120
+        pids = explorer.processes
+    alone = explore(draw, reward, seeds, prompts, Settings())
+    np.testing.assert_array_equal(pool.rewards, alone.rewards)
+    assert pool.counts == alone.counts and gone(pids) and len(said) == 4
+    for what in ("ended with exit status 3", "raised ValueError: no luck", "was killed by SIGKILL",
+                 "did not answer within 5 s and was killed"):  # fmt: skip
+        (sentence,) = [s for s in said if s.startswith(f"explorer: a worker {what} at chunk ")]
+        assert "; nothing is lost: " in sentence
+
+
 @pytest.mark.parametrize("happening, what", [
-    ("exit", "ended with exit status 3"),
-    ("kill", "was killed by SIGKILL"),
-    ("raise", "raised ValueError: no luck"),
+    ("always exit", "ended with exit status 3"),
+    pytest.param("always raise", "raised ValueError: no luck", marks=pytest.mark.slow),
+    pytest.param("always hang", "did not answer within 5 s and was killed", marks=pytest.mark.slow),
+    pytest.param("always stop", "did not answer within 5 s and was killed", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_worker_that_dies_or_raises_loses_nothing(happening, what, tmp_path, rng):
-    said, pids = run_with(tmp_path, rng, happening)
-    assert len(said) == 1 and len(pids) == 2
-    assert said[0].startswith(f"explorer: a worker {what} at chunk ")
-    assert said[0].endswith("; nothing is lost: a new one takes its place")
-
-
-@pytest.mark.parametrize("happening", ["always exit", "always raise"])
-def test_a_chunk_that_every_worker_fails_at_is_drawn_here(happening, tmp_path, rng):
-    said, pids = run_with(tmp_path, rng, happening, replacements=9)
-    assert len(said) == 2 and len(pids) == 2  # the others went on
-    assert all("at chunk 1" in s for s in said)  # the prompt's chunk, in two workers
+def test_a_chunk_that_every_worker_fails_at_is_drawn_here(happening, what, tmp_path, rng):
+    said, pids = run_with(tmp_path, rng, happening, replacements=9, seconds=5)
+    assert len(said) == 2 and pids  # the others went on
+    assert all(f"a worker {what} at chunk 1; nothing is lost: a new one takes its place" in s for s in said)
 
 
 def test_when_no_worker_is_left_the_main_process_does_the_rest(tmp_path, rng):
@@ -236,15 +211,16 @@ def test_kill_9_in_the_middle(rng):
         killed = []
 
         def killing(pictures, prompts):  # called in the main process after every chunk
-            if len(killed) < 2:
+            alive = [pid for pid in explorer.processes if pid not in killed]
+            if len(killed) < 2 and alive:
                 time.sleep(0.05)  # the other chunk is being drawn
-                killed.append(explorer.processes[len(killed)])
+                killed.append(alive[0])
                 os.kill(killed[-1], signal.SIGKILL)
             return reward(pictures, prompts)
 
         pool = explore(draw, killing, seeds, prompts, Settings(chunk=64), explorer=explorer)
         pids = explorer.processes
-        assert gone(killed) and not set(killed) & set(pids) and len(pids) == 2
+        assert gone(killed) and not set(killed) & set(pids) and len(killed) == 2
     alone = explore(draw, reward, seeds, prompts, Settings())
     np.testing.assert_array_equal(pool.rewards, alone.rewards)
     np.testing.assert_array_equal(pool.seeds, alone.seeds)
@@ -257,13 +233,11 @@ def test_a_factory_that_fails_leaves_the_main_process(rng):
     seeds = seeds_of(rng, 2, 64)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        with Explorer(bad_factory, 1, threads=1, replacements=1) as explorer:
+        with Explorer(bad_factory, 1, threads=1, replacements=0) as explorer:
             pool = explore(draw, reward, seeds, ["a", "b"], Settings(), explorer=explorer)
     np.testing.assert_array_equal(pool.rewards, explore(draw, reward, seeds, ["a", "b"], Settings()).rewards)
     texts = [str(w.message) for w in seen]
-    assert len(texts) == 2 and all(
-        "raised RuntimeError: cannot be built before its first chunk" in t for t in texts
-    )
+    assert len(texts) == 1 and "raised RuntimeError: cannot be built before its first chunk" in texts[0]
 
 
 def test_an_error_of_the_reward_stops_what_is_under_way(rng):
@@ -276,12 +250,11 @@ def test_an_error_of_the_reward_stops_what_is_under_way(rng):
 
     said = []
     with Explorer(Make(pause=0.02), 2, threads=1, say=said.append) as explorer:
-        for _ in range(2):
-            with pytest.raises(KeyError, match="reward"):
-                explore(draw, failing, seeds, list("abcd"), Settings(), explorer=explorer)
-            pool = explore(draw, reward, seeds, list("abcd"), Settings(), explorer=explorer)
-            alone = explore(draw, reward, seeds, list("abcd"), Settings())
-            np.testing.assert_array_equal(pool.rewards, alone.rewards)
+        with pytest.raises(KeyError, match="reward"):
+            explore(draw, failing, seeds, list("abcd"), Settings(), explorer=explorer)
+        pool = explore(draw, reward, seeds, list("abcd"), Settings(), explorer=explorer)
+        alone = explore(draw, reward, seeds, list("abcd"), Settings())
+        np.testing.assert_array_equal(pool.rewards, alone.rewards)
     assert said == []  # nothing of this is the workers' fault
 
 
@@ -299,6 +272,9 @@ def test_bad_arguments(tmp_path):
         Explorer(Make(), -1)
     with pytest.raises(ConfigError, match="make_draw cannot be sent to a worker"):
         Explorer(lambda: None, 1)
+    for seconds in (0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"a chunk is given {seconds} seconds; give a positive"):
+            Explorer(Make(), 1, seconds=seconds)
 
 
 def test_weights_that_cannot_be_written(rng, tmp_path):
@@ -325,7 +301,7 @@ SCRIPT = """
     import numpy as np
     from fp4bf16.align.pool import Settings, explore
     from fp4bf16.align.workers import Explorer
-    from test_workers import Make, reward
+    from explorers import Make, reward
 
     def slow(pictures, prompts):
         print(*explorer.processes, flush=True)
@@ -363,7 +339,7 @@ def test_ctrl_c_ends_all(tmp_path):
     assert errors.count("Traceback") == 1 and gone(pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_workers_end_with_a_killed_run(number, tmp_path):
     run, pids = start(tmp_path)
     run.send_signal(number)

@@ -30,12 +30,12 @@ from fp4bf16 import io  # noqa: E402
 from fp4bf16._version import __version__  # noqa: E402
 from fp4bf16.align import classes  # noqa: E402
 from fp4bf16.align.augment import Augmentation, augment, drawn  # noqa: E402
+from fp4bf16.align.fit import fit  # noqa: E402
 from fp4bf16.align.resize import resize  # noqa: E402
 from fp4bf16.cli.bench.record import commit  # noqa: E402
 from fp4bf16.diffusion.noise import normal, permutation, subseed, uniform  # noqa: E402
-from fp4bf16.nn import AdamW, Linear, Module, clip_norm  # noqa: E402
+from fp4bf16.nn import Linear, Module  # noqa: E402
 from fp4bf16.nn import ops as F  # noqa: E402
-from fp4bf16.tracks import tracks  # noqa: E402
 from fp4bf16.train.data import Pairs, load_pairs, words_of  # noqa: E402
 
 WORDS = 63
@@ -128,26 +128,28 @@ def train(name: str, pairs: Pairs, steps: int, seed: int, report=print) -> tuple
     labels = classes.class_index([c for c, keep in zip(pairs.captions, mine, strict=True) if keep])
     odds = np.bincount(labels)[labels] ** -SETTINGS["balance"]
     cumulative = np.cumsum(odds / odds.sum())
-    training, lr = Training(model.network, seed), SETTINGS["lr"]
-    flat = training.flat
-    optimizer = AdamW(flat.data, lr, weight_decay=SETTINGS["weight_decay"])
-    average, recent = flat.data.copy(), []
-    for step in range(steps):
+    training = Training(model.network, seed)
+    average, recent = training.flat.data.copy(), []
+
+    def loss(step: int):
         u = uniform(seed, step, SETTINGS["batch"], stream=STREAM)
         chosen = np.minimum(np.searchsorted(cumulative, u), len(labels) - 1)
         x, damage = learning_pictures(images[:, chosen], seed, step)
-        training.zero_grad()
-        with tracks(model.track):
-            loss, wrong = training(x, np.tile(labels[chosen], 2), damage)
-            F.add(loss, F.mul(wrong, SETTINGS["damage"])).backward()
-        clip_norm(flat.grad, 1.0)
-        optimizer.step(flat.grad, lr * min(1.0, step / 50) * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        flat.touch()
+        named, wrong = training(x, np.tile(labels[chosen], 2), damage)
+        recent[:] = [*recent[-99:], (named.item(), wrong.item())]
+        return F.add(named, F.mul(wrong, SETTINGS["damage"]))
+
+    def on_step(step: int, _: float) -> None:
+        nonlocal average
         keep = min(SETTINGS["average"], (1 + step) / (10 + step))
-        average += np.float32(1 - keep) * (flat.data - average)
-        recent = [*recent[-99:], (loss.item(), wrong.item())]
+        average += np.float32(1 - keep) * (training.flat.data - average)
         if (step + 1) % 200 == 0:
             report(f"{name} step {step + 1}: losses {np.mean(recent, axis=0).round(3)}", flush=True)
+
+    fit(
+        training, loss, steps, lr=SETTINGS["lr"], weight_decay=SETTINGS["weight_decay"], warmup=50,
+        on_step=on_step, name=f"class network {name}", track=model.track,
+    )  # fmt: skip
     state = {k.removeprefix("network."): v for k, v in training.state_dict(average).items()}
     state = {k: v for k, v in state.items() if not k.startswith("damage.")}
     rounded = {k: v.astype(ml_dtypes.bfloat16) for k, v in state.items()}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -46,12 +47,12 @@ VARIANT_WORDS = frozenset(
 
 
 def words_of(caption: str) -> list[str]:
-    """Lower-case words of a caption: runs of letters and digits.
+    """Lower-case words of a caption: runs of letters and digits of any script.
 
     >>> words_of("Smiling face, with heart-eyes")
     ['smiling', 'face', 'with', 'heart', 'eyes']
     """
-    return re.findall(r"[a-z0-9]+", caption.lower())
+    return re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", caption).lower())
 
 
 @cache

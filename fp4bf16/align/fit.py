@@ -27,11 +27,11 @@ def fit(
     name: str = "fit",
     track: str = "bf16",
 ) -> float:
-    """Lower ``loss_of_step(step)``, one number, in `steps` steps; what it draws must be a function of the step.
+    """Lower ``loss_of_step(step)``, one number, in `steps` steps; what it draws is to be a function of it.
 
     The rate is lr (1 + cos(pi step / steps)) / 2, in the first `warmup` steps times step / warmup. Loss and
-    gradients are on `track`; gradients are clipped to the norm `clip`. ``on_step(step, loss)`` is called after
-    each step. Returns the loss, averaged over about the last 50 steps; 0 where there are none. Raises
+    gradients are on `track`; gradients are clipped to the norm `clip`. ``on_step(step, loss)`` is called
+    after each step. Returns the loss, averaged over about the last 50 steps; 0 where there are none. Raises
     `NonFiniteError`, which calls the training `name`, if it is not finite.
 
     >>> import numpy as np

@@ -333,8 +333,8 @@ class Guards:
         x = _pictures(name, images, least=2)
         if x.shape[1:] != self.shape:
             raise ShapeError(
-                f"{name}: pictures are {x.shape[1:]}, but reference_images are {self.shape}; bring both to one "
-                f"size (`fp4bf16.align.resize`)"
+                f"{name}: pictures are {x.shape[1:]}, but reference_images are {self.shape}; bring both to "
+                f"one size (`fp4bf16.align.resize`)"
             )
         return x
 

@@ -138,8 +138,8 @@ class Judge:
             judge.network.load_state_dict(state)
         except ShapeError as error:
             raise CheckpointError(
-                f"judge {name} of width {width}: {error}; resume with the judge.width and the version that the "
-                f"run began with, or begin a new run"
+                f"judge {name} of width {width}: {error}; resume with the judge.width and the version that "
+                f"the run began with, or begin a new run"
             ) from error
         return judge
 

@@ -27,8 +27,8 @@ class Journal(Protocol):
 
 
 class Forgiving:
-    """A journal whose disk may fail: an `OSError` of `journal` is said, and it is not used until it is begun or
-    cleared again. So an iteration goes on without one, and would begin anew if it were interrupted.
+    """A journal whose disk may fail: an `OSError` of `journal` is said, and it is not used until it is begun
+    or cleared again. So an iteration goes on without one, and would begin anew if it were interrupted.
 
     journal: a `Journal`; where it also has `begin`, `close` and `path`, as the trainer's has, they are passed
     on. say: is told in a sentence, once until a write succeeds again; by default a warning.
@@ -65,7 +65,7 @@ class Forgiving:
             self._said = False
 
     def clear(self) -> None:
-        """Drop all records. Where that fails they stay; they are of another pool for whoever reads them next."""
+        """Drop all records. Where that fails they stay: of another pool, for whoever reads them next."""
         self._used = True
         self._try(self.journal.clear)
 
@@ -81,8 +81,9 @@ class Forgiving:
             if not self._said:
                 self._said = True
                 self._say(
-                    f"rollout: the journal cannot be used ({error}); the iteration goes on without, and would "
-                    f"begin anew if it were interrupted; free some space, or see to the folder's permissions"
+                    f"rollout: the journal cannot be used ({error}); the iteration goes on without, and "
+                    f"would begin anew if it were interrupted; free some space, or see to the permissions of "
+                    f"its folder"
                 )
             return None
 

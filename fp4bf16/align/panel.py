@@ -323,7 +323,7 @@ class Panel:
                 own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
                 left -= {prefix + k for k in own}
                 scale, fixed = own.pop("scale", None), own.pop("fixed", None)
-                if scale is None or fixed is None:
+                if scale is None or (fixed is None and len(self.parts) > 1):  # one part needs none
                     lacks = "nothing" if scale is None else "no fixed scale"
                     raise CheckpointError(
                         f"reward {self.name}: the state holds {lacks} of {part.name} ({role}); resume with "
@@ -331,7 +331,7 @@ class Panel:
                     )
                 getattr(part, role).load_state_dict(own)
                 self._scales[part.name, role].from_array(scale)
-                self._fixed[part.name, role].from_array(fixed)
+                self._fixed[part.name, role].from_array(np.zeros(3) if fixed is None else fixed)
         if left:
             raise CheckpointError(
                 f"reward {self.name}: the state holds {min(left)!r}, which is of another reward; resume with "

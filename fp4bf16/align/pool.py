@@ -1,10 +1,10 @@
 """The pool of an iteration: many seeds explored in chunks, of which rewards and seeds alone are kept.
 
 Pictures of one chunk are held at a time, so that memory does not grow with the pool but by `BYTES` a
-rollout. Its picture depends on its seed and prompt alone: the network makes one picture of a seed in any batch.
-Its reward depends, in the last bits, also on the pictures that are judged with it, for a product of few
-columns rounds otherwise in another batch: so rewards are asked for in groups of `GROUP` places of the pool,
-which are the same however the pool is cut. Chunks, workers and a journal of what is done therefore change
+rollout. Its picture depends on its seed and prompt alone: the network makes one picture of a seed in any
+batch. Its reward depends, in the last bits, also on the pictures that are judged with it, for a product of
+few columns rounds otherwise in another batch: so rewards are asked for in groups of `GROUP` places of the
+pool, which are the same however the pool is cut. Chunks, workers and a journal of what is done then change
 nothing in the result, bit for bit.
 """
 
@@ -26,8 +26,8 @@ from ..errors import ConfigError, ShapeError, nearest
 from .notes import COUNTS, Journal, Notes
 from .rewards import Reward, require_finite, reward_name, score
 
-#: draw(seeds (n,), prompts (n,), steps, track) -> pictures (n, H, W, C) float32: one seed, one picture, in any
-#: batch
+#: draw(seeds (n,), prompts (n,), steps, track) -> pictures (n, H, W, C) float32: one seed, one picture, in
+#: any batch
 Draw = Callable[[Sequence[int], Sequence[str], int, str], np.ndarray]
 
 GROUP = 64  # places of the pool whose pictures a reward is asked about together

@@ -161,8 +161,9 @@ def select(rewards: np.ndarray, keep: int, how: str, seed: int) -> np.ndarray:
     if len(chosen) and (chosen < 0).all():
         most, explored = int(np.isfinite(rewards).sum(1).max()), rewards.shape[1]
         raise NonFiniteError(
-            f"rollout: of none of the {len(rewards)} prompts are {keep} pictures of {explored} finite and not "
-            f"constant, as are to be kept, but {most} at most; the model has diverged, lower its learning rate"
+            f"rollout: of none of the {len(rewards)} prompts are {keep} pictures of {explored} finite and "
+            f"not constant, as are to be kept, but {most} at most; the model has diverged, lower its "
+            f"learning rate"
         )
     return chosen
 
@@ -211,11 +212,10 @@ def rollout(
     explorer: workers that draw (`workers.Explorer`). Neither changes the result.
 
     A prompt with fewer good pictures than are to be kept is left out of what is trained on, counted in
-    ``stats["prompts_left_out"]``, and a warning says so.
-
-    Raises `ShapeError` for seeds that do not fit the prompts, `ConfigError` where more are to be kept than
-    are explored, `RewardError` for a reward that gives no numbers, and where no prompt is left: `RewardError`
-    if its finite numbers were too few, else `NonFiniteError`.
+    ``stats["prompts_left_out"]``, and a warning says so. Raises `ShapeError` for seeds that do not fit
+    the prompts, `ConfigError` where more are to be kept than are explored, `RewardError` for a reward that
+    gives no numbers, and where no prompt is left `RewardError` if its numbers were not finite, else
+    `NonFiniteError`.
 
     >>> draw = lambda seeds, prompts, steps, track: np.stack([np.eye(4)[..., None] * int(s) for s in seeds])
     >>> seeds, settings = np.arange(1, 9).reshape(1, 8), Settings(keep=2)
@@ -230,12 +230,11 @@ def rollout(
     columns = select(pool.rewards, settings.keep, settings.select, selection_seed)
     left = columns[:, 0] >= 0
     _warn_left_out(pool, settings, prompts, left)
-    some = columns[left]
-    kept = np.take_along_axis(pool.seeds[left], some, 1)
+    kept = np.take_along_axis(pool.seeds[left], some := columns[left], 1)
     rows = [p for p, good in zip(prompts, left, strict=True) if good for _ in range(settings.keep)]
     if settings.train_on == "fp4":
-        labels = np.take_along_axis(pool.rewards[left], some, 1).reshape(-1)
-        retried = np.take_along_axis(pool.retried[left], some, 1).reshape(-1)
+        of_pool = pool.rewards, pool.retried
+        labels, retried = (np.take_along_axis(a[left], some, 1).reshape(-1) for a in of_pool)
         pictures = _as_explored(draw, kept.reshape(-1), rows, retried, settings, explorer)
     else:
         pictures = _drawn(draw, kept.reshape(-1), rows, settings.steps, "bf16", settings, explorer)
@@ -288,8 +287,8 @@ def _enough(pool: Pool, settings: Settings, prompts: Sequence[str], name: str) -
         raise RewardError(
             f"reward {name}: was not finite for {int(pool.counts['lost_rewards'])} of {pool.rewards.size} "
             f"pictures, also after {settings.retries} new seeds for each, so that no prompt has the "
-            f"{settings.keep} rewards that are to be kept ({prompts[row]!r} has {good[row]}); it must return a "
-            f"finite number for each picture"
+            f"{settings.keep} rewards that are to be kept ({prompts[row]!r} has {good[row]}); it must "
+            f"return a finite number for each picture"
         )
 
 
@@ -299,8 +298,9 @@ def _warn_left_out(pool: Pool, settings: Settings, prompts: Sequence[str], left:
         warnings.warn(
             f"rollout: {int((~left).sum())} of {len(left)} prompts have fewer good pictures than the "
             f"{settings.keep} that are to be kept, such as {prompts[row]!r} with "
-            f"{int(np.isfinite(pool.rewards[row]).sum())} of {pool.rewards.shape[1]}; nothing is learnt of them "
-            f"in this iteration; explore more seeds or keep fewer, and where it goes on lower the learning rate",
+            f"{int(np.isfinite(pool.rewards[row]).sum())} of {pool.rewards.shape[1]}; nothing is learnt of "
+            f"them in this iteration; explore more seeds or keep fewer, and where it goes on lower the "
+            f"learning rate",
             RuntimeWarning,
             stacklevel=3,
         )

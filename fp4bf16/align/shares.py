@@ -17,8 +17,8 @@ def wilson(hits: float, n: float, z: float = Z95) -> tuple[float, float]:
 
     (p + z²/2n ± z sqrt(p (1 - p)/n + z²/4n²)) / (1 + z²/n), p = hits / n
 
-    It holds also for few trials and where all or none succeed, for which p ± z sqrt(p (1 - p)/n) has no width.
-    Trials count as independent. Raises `ShapeError` unless 0 <= hits <= n.
+    It holds also for few trials and where all or none succeed, for which p ± z sqrt(p (1 - p)/n) has no
+    width. Trials count as independent. Raises `ShapeError` unless 0 <= hits <= n.
 
     >>> [round(v, 5) for v in wilson(10_000, 10_000)]
     [0.99962, 1.0]

@@ -13,6 +13,7 @@ bits for the networks of all presets, in batches of 1 to 100, on both tracks; te
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,6 +42,7 @@ MakeDraw = Callable[[], tuple[Draw, Callable[[Mapping[str, np.ndarray]], None]]]
 
 _WEIGHTS = ".explorer-weights.npz"
 _TRIES = 2  # workers that may fail at one chunk before it is drawn in the main process
+_START = 600.0  # seconds for a worker to begin
 _GONE = (EOFError, OSError)  # of a pipe whose other end is closed
 
 
@@ -87,6 +90,7 @@ class _Worker:
         )
         self.number: int | None = None
         self.ready = False  # its draw function is built
+        self.until = time.monotonic() + _START  # when it must have answered
         try:
             with _without_interrupts():
                 self.process.start()
@@ -97,6 +101,11 @@ class _Worker:
             raise
         finally:
             theirs.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer of it is due: that it has begun, or its chunk."""
+        return not self.ready or self.number is not None
 
     def end(self, at_once: bool = True) -> str:
         """Stop the process and wait for its end: how it ended, in words."""
@@ -177,14 +186,16 @@ class Explorer:
 
     make_draw: called in each worker, gives (draw, load): its draw function, and what takes up the weights
     by name that `refresh` is given (`MakeDraw`). threads: of a worker, by default the cores that there are
-    divided by `count`. replacements: how many workers that died or raised are replaced, in all; when none is
-    left, the main process draws the rest. say: is told in a sentence of each; by default a warning.
+    divided by `count`. seconds: for a chunk; a worker that has not answered by then hangs, and is ended as if
+    it had died. replacements: how many workers that died, raised or hung are replaced, in all; when none is
+    left, the main process draws the rest, as it does a chunk that two workers failed at. say: is told in a
+    sentence of each; by default a warning.
     folder: where the weights are laid for the workers, by default a temporary one; what a killed run leaves
     there is overwritten by the next.
 
     Use it as a context manager: at its end, and at Ctrl-C, no process is left. A script that makes one needs
     the usual ``if __name__ == "__main__":``, for the workers import it anew. Raises `ConfigError` where
-    `count` is negative or `make_draw` cannot be pickled.
+    `count` is negative, `seconds` are not positive or `make_draw` cannot be pickled.
 
     >>> with Explorer(dict, 0) as explorer:  # no workers: everything is drawn here
     ...     draw = lambda seeds, prompts, steps, track: np.zeros((len(seeds), 1, 1, 3))
@@ -198,12 +209,17 @@ class Explorer:
         count: int,
         *,
         threads: int | None = None,
+        seconds: float = 600.0,
         replacements: int = 3,
         say: Callable[[str], None] | None = None,
         folder: str | os.PathLike[str] | None = None,
     ):
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 0:
             raise ConfigError(f"workers: is {count!r}, but it must be a whole number; 0 explores without any")
+        if not seconds > 0:
+            raise ConfigError(
+                f"workers: a chunk is given {seconds} seconds; give a positive number, or math.inf"
+            )
         try:
             pickle.dumps(make_draw)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -213,6 +229,7 @@ class Explorer:
             ) from None
         self.make_draw, self.count = make_draw, int(count)
         self.threads = max(1, num_threads() // max(1, self.count)) if threads is None else int(threads)
+        self.seconds = float(seconds)
         self.replacements, self._say = int(replacements), say or _warn
         self._folder, self._own = None if folder is None else Path(folder), None
         self._workers: list[_Worker] = []
@@ -310,16 +327,19 @@ class Explorer:
         for worker in [w for w in self._workers if w.ready and w.number is None]:
             if (number := state.take(worker=True)) is None:
                 return
-            worker.number = number
+            worker.number, worker.until = number, time.monotonic() + self.seconds
             try:
                 worker.pipe.send((self._version, self._path, state.open[number]))
             except _GONE:
                 self._lost(worker, state, None)
 
     def _receive(self, state: _Round) -> None:
-        """Wait until a worker answers or ends."""
+        """Wait until a worker answers or ends, or has had its time."""
         waited = {w.pipe: w for w in self._workers} | {w.process.sentinel: w for w in self._workers}
-        for worker in {id(w): w for w in map(waited.get, connection.wait(list(waited)))}.values():
+        until = min((w.until for w in self._workers if w.busy), default=math.inf)
+        seconds = min(max(0.0, until - time.monotonic()), 3600.0)  # no more than a system call takes
+        answered = {id(w): w for w in map(waited.get, connection.wait(list(waited), seconds))}
+        for worker in answered.values():
             try:
                 if not worker.pipe.poll():  # it ended without a word
                     raise EOFError
@@ -333,14 +353,17 @@ class Explorer:
                 state.put(worker.number, answer[0])
                 worker.number = None
             else:
-                self._lost(worker, state, answer[1])
+                self._lost(worker, state, f"raised {answer[1]}")
+        now = time.monotonic()  # an answer that is there, though late, is one: those were taken above
+        for worker in [w for w in self._workers if w.busy and w.until <= now and id(w) not in answered]:
+            given = self.seconds if worker.ready else _START
+            self._lost(worker, state, f"did not answer within {given:g} s and was killed")
 
-    def _lost(self, worker: _Worker, state: _Round, error: str | None) -> None:
-        """A worker died or raised: what it had goes to another, and the user is told."""
+    def _lost(self, worker: _Worker, state: _Round, what: str | None) -> None:
+        """A worker died (None), or did `what`: its chunk goes to another, and the user is told."""
         number, ready = worker.number, worker.ready
         self._workers.remove(worker)
-        ended = worker.end(at_once=error is not None)
-        what = f"raised {error}" if error else ended
+        ended = worker.end(at_once=what is not None)
         where = f"at chunk {number}" if number is not None else "" if ready else "before its first chunk"
         if number is not None:
             state.failed(number)
@@ -350,8 +373,8 @@ class Explorer:
             then = f"{len(self._workers)} others do its work"
         else:
             then = "none is left, so the main process draws the rest"
-        hint = "" if ready or error else _HINT
-        self._say(f"explorer: a worker {what} {where}".rstrip() + f"; nothing is lost: {then}{hint}")
+        hint = "" if ready or what else _HINT
+        self._say(f"explorer: a worker {what or ended} {where}".rstrip() + f"; nothing is lost: {then}{hint}")
 
     def _drop(self, workers: list[_Worker]) -> None:
         """End workers whose chunk nobody wants any more; others will be started, as if these had not been."""

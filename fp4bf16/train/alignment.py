@@ -97,6 +97,11 @@ def _iteration(run: Run, iteration: int, explorer: Explorer) -> None:
     before = run.engine.snapshot() if c.guard == "hold" else None
     stats, data, kept = _gather(run, iteration, explorer)
     stats |= optimize(run, iteration, data)
+    if not stats["updates"]:
+        run.progress.say(
+            f"warning: iteration {iteration + 1} changed nothing: {len(data)} entries to learn from, "
+            f"{int(stats['skipped'])} updates left out that were not finite"
+        )
     seen, report = probe(run)
     broken = _newly_broken(run, report)
     taken = bool(broken) and before is not None
@@ -217,7 +222,8 @@ def explore(run: Run, iteration: int, explorer: Explorer) -> tuple[dict[str, Any
         journal=run.journal(iteration), explorer=explorer, iteration=iteration, digest=digest,
     )  # fmt: skip
     stats: dict[str, Any] = dict(made.stats)
-    stats["reward/prompts"] = [float(np.nanmean(row)) for row in made.explored]
+    found = [row[np.isfinite(row)] for row in made.explored]
+    stats["reward/prompts"] = [float(row.mean()) if row.size else math.nan for row in found]
     for name in ("rollouts", "unhealthy", "retried", "lost"):
         run.counters[name] = run.counters.get(name, 0.0) + made.stats[name]
     if iteration % c.fidelity_every == 0 or iteration + 1 == c.iterations:

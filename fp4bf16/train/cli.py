@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import (
     CheckpointError,
     ConfigError,
@@ -87,7 +89,7 @@ def _add_train(train: argparse.ArgumentParser) -> None:
         "--reward",
         metavar="SPEC",
         help="style (default), preference, caption, class, jpeg, colourfulness, or a sum with weights: "
-        "'style + 0.5 colourfulness'",
+        "'style + 0.5 colourfulness'; write --reward=-jpeg for a minus",
     )
     train.add_argument(
         "--data", metavar="PATH", help="captioned pictures of your own: a folder, or tar shards"
@@ -171,7 +173,8 @@ def _guarded(function):
 
     def command(arguments: argparse.Namespace) -> int:
         try:
-            return function(arguments)
+            with np.errstate(all="ignore"):  # a run that diverges says so in a sentence
+                return function(arguments)
         except BrokenPipeError:  # of whoever reads the output: no fault of the run
             raise
         except _USER as error:
@@ -231,6 +234,7 @@ def plan(config: Config, start: Any = None) -> str:
     from ..align.panel import Panel
     from ..align.rollout import choose_prompts
     from .denoiser import Denoiser
+    from .state import check_adapters
     from .task import check_reward, make_task
 
     task, panel = make_task(config), Panel.parse(config.align.reward)
@@ -239,6 +243,7 @@ def plan(config: Config, start: Any = None) -> str:
     if config.align.pairs == "rollouts":
         choose_prompts(task.prompts, config.align.prompts, 0, 0)  # says so where they are too few
     model = Denoiser(config, task.words)
+    check_adapters(config, model)
     if start is not None:
         start.check(config, model)
     b, a, e = config.base, config.align, config.eval
@@ -395,6 +400,7 @@ def _captions(model: Any, n: int) -> list[str]:
 @_guarded
 def sample_command(arguments: argparse.Namespace) -> int:
     """Write one PNG with `n` pictures, of one caption or of one each."""
+    from ..align.pool import healthy
     from .engine import make_sampler
     from .pictures import grid, png, to_bytes
 
@@ -411,7 +417,8 @@ def sample_command(arguments: argparse.Namespace) -> int:
     n, one = arguments.n, arguments.caption
     captions = [one] * n if one is not None else _captions(model, n)
     steps = model.config.eval.steps if arguments.steps is None else arguments.steps
-    model.encode(captions, strict=True)
+    if one is not None:
+        model.encode(captions, strict=True)
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -419,6 +426,11 @@ def sample_command(arguments: argparse.Namespace) -> int:
                           f"({error.strerror}); name another file") from None  # fmt: skip
     draw = make_sampler(device, model)
     pictures = draw([arguments.seed + i for i in range(n)], captions, steps, arguments.track)
+    if not healthy(pictures).any():
+        raise NonFiniteError(
+            f"sample: none of {n} pictures is finite and not constant, so the model has diverged; train anew "
+            f"with a lower rate, or draw from --weights base"
+        )
     sheet = grid(to_bytes(pictures), min(n, 8))
     arguments.out.write_bytes(png(sheet, scale=max(1, 128 // model.config.size)))
     named = [repr(one)] if one is not None else [*map(repr, captions[:8]), *["..."] * (n > 8)]

@@ -150,7 +150,7 @@ class Vocabulary:
         out = np.zeros((len(captions), len(self)), np.float32)
         for row, caption in zip(out, captions, strict=True):
             if caption.strip() and not words_of(caption):
-                raise ConfigError(f"caption {caption!r}: has no word of letters a to z or digits, and only "
+                raise ConfigError(f"caption {caption!r}: has no word of letters or digits, and only "
                                   f"words are known; leave it empty for no caption")  # fmt: skip
             for word in words_of(caption):
                 if word not in index:

@@ -12,7 +12,7 @@ import numpy as np
 from .distances import FeatureSet, Gaussian, KernelTable, frechet, frechet_at_infinity, frechet_note
 from .evaluation_sets import Drawn, Scores
 from .extractors import Extractor
-from .intervals import Interval, difference_interval, mean_interval, paired_gain, wilson
+from .intervals import Interval, difference_interval, mean_interval, paired_gain, share_interval
 from .neighbours import compare
 
 
@@ -126,7 +126,9 @@ def scored(
         if scores.shares:
             won = int((np.nan_to_num(one.scores["held-out judge"]) > 0.5).sum())
             found.append(
-                of_interval("held-out judge, share of wins", one.name, wilson(won, one.n), unit="share")
+                of_interval(
+                    "held-out judge, share of wins", one.name, share_interval(won, one.n), unit="share"
+                )
             )
     return found
 
@@ -142,7 +144,7 @@ def score_changes(
         found.append(of_interval(f"{score}, change", name, interval, unit=scores.units[score]))
     one, two = before.scores["held-out judge"], after.scores["held-out judge"]
     known = ~np.isnan(one) & ~np.isnan(two)
-    preferred = wilson(int((two[known] > one[known]).sum()), int(known.sum()))
+    preferred = share_interval(int((two[known] > one[known]).sum()), int(known.sum()))
     found.append(of_interval("held-out judge, share that it prefers", name, preferred, unit="share"))
     if scores.shares:
         gain, low, high = paired_gain(np.nan_to_num(one), np.nan_to_num(two), captions)

@@ -123,7 +123,7 @@ def real_pictures(config: Config) -> Real:
     """The real pictures of a run: of its own data, or the emoji pairs."""
     task = make_task(config)
     if isinstance(task, OwnTask):
-        return _own_pictures(task, config.word or None)
+        return _own_pictures(task)
     known = task.pairs.select(word=config.word or None)
     keep = [i for i, role in enumerate(known.roles) if role in ("policy", "evaluation")]
     pictures = known.images[:, keep]
@@ -138,22 +138,22 @@ def real_pictures(config: Config) -> Real:
     )
 
 
-def _own_pictures(task: OwnTask, word: str | None) -> Real:
+def _own_pictures(task: OwnTask) -> Real:
     """Training pictures have captions of the role policy, held-out ones of evaluation; of pairs, both."""
     source = task.pictures or task.pairs
-    train, captions = _read(source, "policy", word)
+    train, captions = _read(source, "policy")
     try:
-        heldout, _ = _read(source, "evaluation", word)
+        heldout, _ = _read(source, "evaluation")
     except ConfigError:  # a small set may have none: what they are for is then left out
         heldout = train[:0]
     references = {"real": np.concatenate([train, heldout])}
     return Real(references, task.eval_captions, train, tuple(captions), heldout)
 
 
-def _read(source: Any, role: str, word: str | None) -> tuple[np.ndarray, list[str]]:
+def _read(source: Any, role: str) -> tuple[np.ndarray, list[str]]:
     """At most `MOST` pictures of a role, and their captions."""
     pictures, captions = [], []
-    for *some, said in source.once(256, role=role, word=word):
+    for *some, said in source.once(256, role=role):
         pictures += some
         captions += list(said) * len(some)
         if len(captions) >= MOST:

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import CheckpointError
 from .checkpoint import write_atomic
 from .evaluate import by_probability, cases, unit
-from .intervals import difference_interval, paired_gain, wilson
+from .intervals import difference_interval, paired_gain, share_interval
 from .pictures import grid
 from .report import build_report
 from .state import Run, peak_rss_mb
@@ -103,7 +103,7 @@ def _success(counters: dict[str, float]) -> dict[str, Any]:
     total = int(counters.get("rollouts", 0))
     if not total:
         return {}
-    share = wilson(total - int(counters["lost"]), total)
+    share = share_interval(total - int(counters["lost"]), total)
     return {
         "rollouts": total,
         "retried": int(counters["retried"]),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
+from ..align.notes import Forgiving
 from ..backends.threads import blas_name, num_threads
 from ..errors import CheckpointError, ConfigError
 from . import checkpoint
@@ -53,7 +54,7 @@ class RunFolder:
         self.checkpoint_file = self.path / "checkpoint.safetensors"
         self.previous_file = self.path / "checkpoint.previous.safetensors"
         self.report_file, self.samples = self.path / "report.html", self.path / "samples"
-        self.journal = Journal(self.path / "rollout.jsonl")
+        self.journal = Forgiving(Journal(self.path / "rollout.jsonl"))
         self.lines = 0
         self.warnings: list[str] = []  # what `open` found damaged, in sentences
         self._loggers = Loggers()
@@ -90,6 +91,13 @@ class RunFolder:
             self._compare_start(start)
         found = checkpoint.load_last(self.checkpoint_file, self.previous_file)
         if found is None:
+            if self.metrics_file.exists() and self.metrics_file.stat().st_size:
+                kept = self.metrics_file.with_suffix(".old.jsonl")
+                os.replace(self.metrics_file, kept)
+                self.warnings.append(
+                    f"{self.path}: its metrics are there but no checkpoint is; the run begins anew, and they "
+                    f"are kept as {kept.name}"
+                )
             self._open_metrics(0)
             self.journal.clear()
             return None

@@ -67,9 +67,6 @@ def share_interval(hits: int, n: int) -> Interval:
     return Interval(hits / n if n else math.nan, low, high, n)
 
 
-wilson = share_interval
-
-
 def mean_interval(
     values: np.ndarray, captions: Sequence[str], seed: int = 0, replicates: int = REPLICATES
 ) -> Interval:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from ..align.measures import Learning
-from .state import Run, peak_rss_mb
+from .state import Run, Stopped, peak_rss_mb
 
 
 def train_judges(run: Run) -> None:
@@ -20,9 +20,15 @@ def train_judges(run: Run) -> None:
     done = sum(trainer.steps for trainer in trainers[: run.step])
     note = f"reward {run.panel.name}" + (f", {total} steps of {c.batch} pictures" if total else "")
     run.progress.stage("judges", total, done, note)
+
+    def on_step(step: int, loss: float) -> None:
+        run.progress.step(loss=loss)
+        if run.stop.asked:  # nothing of it needs saving: it begins anew
+            raise Stopped(int(run.stop.asked))
+
     for number in range(run.step, len(trainers)):
         trainer, began = trainers[number], time.perf_counter()
-        found = trainer(lambda step, loss: run.progress.step(loss=loss))
+        found = trainer(on_step)
         if "accuracy" in found:
             run.results.setdefault("judge_accuracy", {})[trainer.name] = found["accuracy"]
         rate = trainer.steps * c.batch / (time.perf_counter() - began)

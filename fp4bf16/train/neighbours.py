@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import NonFiniteError, ShapeError
-from .intervals import wilson
+from .intervals import share_interval
 
 NEAR = 5  # per cent: the quantile of the held-out pictures' distances under which a sample is a near-copy
 _ENTRIES = 1 << 22  # distances in memory at a time
@@ -84,5 +84,5 @@ def compare(samples: np.ndarray, heldout: np.ndarray) -> dict[str, Any]:
     if not len(heldout) or not len(samples):
         return found
     limit = float(np.percentile(heldout, NEAR))
-    share = wilson(int((samples < limit).sum()), len(samples)).as_dict()
+    share = share_interval(int((samples < limit).sum()), len(samples)).as_dict()
     return found | {"heldout_median": float(np.median(heldout)), "limit": limit, "near_copies": share}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..align.panel import parse_weights
 from ..align.rollout import SELECT
@@ -53,6 +53,17 @@ _POSITIVE = (
 )
 
 
+#: Beyond these the arithmetic overflows, or nothing is learnt.
+_RANGES = (
+    ("align.hold", 0, 1e6),
+    ("align.beta", 0, 1e9),
+    ("base.weight_decay", 0, 1e3),
+    ("lora.alpha", 0, 1e6),
+    ("nft.kl", 0, 1e6),
+    ("diffusion.guidance", -100, 100),
+)
+
+
 def check(config: Config) -> Config:
     """Return `config` if a run can be made of it, else raise `ConfigError`: a sentence with the value and
     the fix.
@@ -61,9 +72,7 @@ def check(config: Config) -> Config:
     check_prediction(config.diffusion.prediction)
     steps = config.diffusion.timesteps
     for name in _POSITIVE:
-        value = config
-        for part in name.split("."):
-            value = getattr(value, part)
+        value = _setting(config, name)
         if not 0 < value < math.inf:
             raise ConfigError(f"{name}: is {value}, but it must be positive and finite")
         if name.endswith("steps") and name not in ("base.steps", "judge.steps") and value > steps:
@@ -72,6 +81,10 @@ def check(config: Config) -> Config:
                 f"steps than that; use {steps} at most"
             )
     rules = [*_model_rules(config), *_training_rules(config), *_align_rules(config), *_word_rules(config)]
+    for name, low, high in _RANGES:
+        value = _setting(config, name)
+        if not low <= value <= high:
+            raise ConfigError(f"{name}: is {value}, but it must be from {low:g} to {high:g}")
     for holds, sentence in rules:
         if not holds:
             raise ConfigError(sentence)
@@ -79,6 +92,12 @@ def check(config: Config) -> Config:
     for pattern, track in config.route.items():
         if track not in TRACKS:
             raise ConfigError(f"route: pattern {pattern!r} has track {track!r}{nearest(track, TRACKS)}")
+    return config
+
+
+def _setting(config: Config, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part)
     return config
 
 
@@ -189,8 +208,11 @@ def _word_rules(c: Config) -> list[tuple[bool, str]]:
             f"another picture of a seed in {a.explore_steps} steps than in the {a.steps} of align.steps; "
             f"give both the same",
         ),
+        (
+            a.objective != "dpo" or a.pairs == "data" or a.keep >= 2,
+            f"align.keep: is {a.keep}, but dpo compares two pictures of a prompt; keep 2 or more",
+        ),
         (a.workers >= 0, f"align.workers: is {a.workers}, but it cannot be negative; use 0 or more"),
-        (c.nft.kl >= 0, f"nft.kl: is {c.nft.kl}, but it cannot be negative; use 0 or more"),
         (
             math.isfinite(c.diffusion.guidance),
             f"diffusion.guidance: is {c.diffusion.guidance}, give a number",

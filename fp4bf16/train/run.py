@@ -43,8 +43,9 @@ def train(
             folder.log_to(log, progress.say)
             if resumed is not None:
                 run.restore(*resumed)
-                for note in folder.notes(run.engine.device):
-                    progress.say(f"note: {note}")
+            for note in folder.notes(run.engine.device):
+                progress.say(f"note: {note}")
+            if resumed is not None:
                 where = f"stage {run.stage}, step {run.step}"
                 progress.say(
                     f"already finished: {out}" if run.stage == "finished" else f"going on with {out}: {where}"

@@ -19,16 +19,17 @@ from typing import Any
 import numpy as np
 
 from ..align.guards import Guards
+from ..align.notes import Forgiving
 from ..align.panel import Panel
 from ..align.rollout import choose_prompts
 from ..diffusion.noise import subseed
-from ..errors import CheckpointError, ShapeError
+from ..errors import CheckpointError, ConfigError, ShapeError
+from ..nn.lora import LoRA
 from .checkpoint import give, take
 from .config import Config
 from .denoiser import Denoiser
 from .engine import make_engine
 from .folder import RunFolder
-from .journal import Journal
 from .progress import Progress
 from .rules import check_device
 from .task import check_reward, make_task
@@ -68,6 +69,15 @@ class Stop:
         self._say("stopping after this step, then saving; press Ctrl-C again to stop at once")
 
 
+def check_adapters(config: Config, model: Denoiser) -> None:
+    """`ConfigError` where adapters of that rank do not fit the network; before anything is trained."""
+    if config.align.parameters == "lora":
+        try:
+            LoRA(model.unet, config.lora.rank, config.lora.alpha, 0).detach()
+        except ConfigError as error:
+            raise ConfigError(f"lora.rank: is {config.lora.rank}, which does not fit ({error})") from None
+
+
 class Run:
     """The state of a run, in its folder."""
 
@@ -88,7 +98,9 @@ class Run:
         check_reward(self.task, self.panel)
         if config.align.pairs == "rollouts":  # too few prompts: said before training
             choose_prompts(self.task.prompts, config.align.prompts, 0, 0)
+        self.task.panel_data()  # too few pictures of a role: said before training, too
         self.model = Denoiser(config, self.task.words)
+        check_adapters(config, self.model)
         if start is not None:
             start.check(config, self.model)
         self.start = start
@@ -159,7 +171,7 @@ class Run:
         for stream in self._streams.values():
             stream.close()
 
-    def journal(self, iteration: int) -> Journal:
+    def journal(self, iteration: int) -> Forgiving:
         """The journal of the pool of `iteration`, with what an interrupted process left of it; empty unless
         that was the same iteration, after as many updates, on the same device.
         """

@@ -174,6 +174,11 @@ class OwnTask:
         self.eval_captions = (*counts["evaluation"], *self.prompts)[:EVALUATED]
         self.words = _vocabulary(counts["policy"])
         self.counts = {role: len(found) for role, found in counts.items()}
+        if not len(self.words):
+            raise ConfigError(
+                f"{source.setting}: none of {len(self.prompts)} captions of {source.path} has a word of "
+                f"letters or digits; give captions in words"
+            )
         if not self.prompts:
             raise ConfigError(
                 f"{source.setting}: {source.path} has {sum(self.counts.values())} captions, none of which "
