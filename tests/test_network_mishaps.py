@@ -278,16 +278,16 @@ def test_what_the_trainer_refuses_before_it_trains(monkeypatch, tmp_path, capsys
 
     from fp4bf16 import device
     from fp4bf16.__main__ import main
-    from fp4bf16.train import device as train_device
+    from fp4bf16.train import device_sampler
 
-    monkeypatch.setattr(train_device, "place", lambda: device.operand(put(ONE), "device"))
+    monkeypatch.setattr(device_sampler, "place", lambda: device.operand(put(ONE), "device"))
     route, out = tmp_path / "route.json", tmp_path / "run"
     route.write_text('{"conv_in*": "dual"}')
     assert main([*ARGUMENTS, "--device", "cuda", "--route", str(route), "--out", str(out)]) == 2
     said = capsys.readouterr().err
     assert "--route: conv_in* is on 'dual', but on the GPU" in said and said.count("\n") == 1
     assert not out.exists()
-    sampler = train_device.CudaSampler(denoiser(tiny()))
+    sampler = device_sampler.CudaSampler(denoiser(tiny()))
     with pytest.raises(ShapeError, match="draw: there are 1 captions but 2 seeds"):
         sampler.draw([1, 2], ["angry face"], 1)
 

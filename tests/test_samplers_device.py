@@ -39,7 +39,7 @@ def pairs():
 
 
 def config(*more: str):
-    small = ["model.block_out_channels=[8,16]", "diffusion.chunk=4"]
+    small = ["model.block_out_channels=[8,16]", "diffusion.chunk=4", "align.explore_steps=4"]
     return override(get_preset("ci"), [*small, *more])
 
 

@@ -336,4 +336,5 @@ def drawing(config: Config, sampler: str | None, guidance: float | None) -> Conf
     changes = {"sampler": sampler, "guidance": guidance}
     changes = {k: v for k, v in changes.items() if v is not None}
     diffusion = dataclasses.replace(config.diffusion, **changes)
-    return check(dataclasses.replace(config, diffusion=diffusion))
+    align = dataclasses.replace(config.align, explore_steps=config.align.steps)  # nothing is explored here
+    return check(dataclasses.replace(config, diffusion=diffusion, align=align))

@@ -92,12 +92,7 @@ class RunFolder:
         found = checkpoint.load_last(self.checkpoint_file, self.previous_file)
         if found is None:
             if self.metrics_file.exists() and self.metrics_file.stat().st_size:
-                kept = self.metrics_file.with_suffix(".old.jsonl")
-                os.replace(self.metrics_file, kept)
-                self.warnings.append(
-                    f"{self.path}: its metrics are there but no checkpoint is; the run begins anew, and they "
-                    f"are kept as {kept.name}"
-                )
+                self.warnings.append(f"{self.path}: there is no checkpoint yet, so the run begins anew")
             self._open_metrics(0)
             self.journal.clear()
             return None
