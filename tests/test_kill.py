@@ -203,12 +203,12 @@ def test_killed_in_the_middle_of_a_pool_draws_only_what_is_missing(tmp_path):
     assert results(out) == results(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
         ("align.objective=nft",),
-        ("align.objective=ppo", "diffusion.sampler=ancestral"),
+        ("align.objective=ppo", "align.explore_steps=2"),
         ("align.parameters=lora",),
         ("align.reward=style + 0.5 colourfulness",),
         ("align.workers=2",),

@@ -106,8 +106,8 @@ def test_order_and_memory_do_not_depend_on_who_is_fast(shared):
 
 
 @pytest.mark.parametrize("track, parameters", [
-    pytest.param("fp4", "full", marks=pytest.mark.slow),
-    pytest.param("bf16", "full", marks=pytest.mark.slow),
+    pytest.param("fp4", "full", marks=pytest.mark.long),
+    pytest.param("bf16", "full", marks=pytest.mark.long),
     ("fp4", "lora"),
 ])  # fmt: skip
 def test_the_network_draws_the_same_pictures_in_workers(track, parameters, rng):
@@ -187,9 +187,9 @@ def test_workers_that_die_raise_or_hang_lose_nothing(tmp_path, rng):
 
 @pytest.mark.parametrize("happening, what", [
     ("always exit", "ended with exit status 3"),
-    pytest.param("always raise", "raised ValueError: no luck", marks=pytest.mark.slow),
-    pytest.param("always hang", "did not answer within 5 s and was killed", marks=pytest.mark.slow),
-    pytest.param("always stop", "did not answer within 5 s and was killed", marks=pytest.mark.slow),
+    pytest.param("always raise", "raised ValueError: no luck", marks=pytest.mark.long),
+    pytest.param("always hang", "did not answer within 5 s and was killed", marks=pytest.mark.long),
+    pytest.param("always stop", "did not answer within 5 s and was killed", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_chunk_that_every_worker_fails_at_is_drawn_here(happening, what, tmp_path, rng):
     said, pids = run_with(tmp_path, rng, happening, replacements=9, seconds=5)
@@ -339,7 +339,7 @@ def test_ctrl_c_ends_all(tmp_path):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_workers_end_with_a_killed_run(number, tmp_path):
     run, pids = start(tmp_path)
     run.send_signal(number)
