@@ -27,6 +27,7 @@ from .schedule import learning_rate
 from .state import Run
 
 _SKIPS = 10  # updates in a row whose gradient is not finite, before the run gives up
+MARGIN = 0.05  # of a guard's range, that a probe must stay away from its end
 SLOWER, FASTER, SLOWEST = 0.5, 2**0.25, 2.0**-6  # of the rate, after an iteration that was taken back or held
 
 
@@ -64,7 +65,7 @@ def align(run: Run) -> None:
                 "align: the base model's pictures are not finite, or constant; train it longer (base.steps), "
                 "with a lower rate (base.lr), or begin with other weights (--from)"
             )
-        run.results["beyond"] = {guard.name: beyond(guard) for guard in report.guards}
+        run.results["edges"] = {guard.name: edge(guard) for guard in report.guards}
         for sentence in report.broken:
             run.progress.say(f"note: the base model breaks a guard, which holds no worse than so: {sentence}")
         run.log(stage="probe", step=0, **run.results["probe"])
@@ -103,7 +104,7 @@ def _iteration(run: Run, iteration: int, explorer: Explorer) -> None:
             f"{int(stats['skipped'])} updates left out that were not finite"
         )
     seen, report = probe(run)
-    broken = _newly_broken(run, report)
+    broken = _broken(run, report)
     taken = bool(broken) and before is not None
     if taken:
         run.engine.take_back(before)
@@ -135,28 +136,33 @@ def _iteration(run: Run, iteration: int, explorer: Explorer) -> None:
     run.folder.journal.clear()
 
 
-def _newly_broken(run: Run, report: GuardReport | None) -> list[str]:
-    """Sentences of the guards that do not hold: beyond their range or, where the base is beyond it, by a
-    tenth of the range farther than the base.
+def _broken(run: Run, report: GuardReport | None) -> list[str]:
+    """A sentence for each guard that does not hold: nearer than `MARGIN` to the end of its range, for a probe
+    sees few pictures; or, where the base is no farther away, a tenth of the range beyond the base.
     """
     if report is None:
         return ["the pictures of the probe are not finite, or constant"]
-    base = run.results["beyond"]
-    return [
-        guard.sentence
-        for guard in report.guards
-        if not guard.ok and beyond(guard) > base[guard.name] + (0.1 if base[guard.name] else 0.0)
-    ]
+    found = []
+    for guard in report.guards:
+        base = run.results["edges"][guard.name]
+        if edge(guard) > (base + 0.1 if base > -MARGIN else -MARGIN):
+            range_ = f"{guard.low:.3g} to {guard.high:.3g}"
+            near = f"{guard.name}: {guard.value:.3g} is close to the end of its range, {range_}"
+            found.append(guard.sentence or near)
+    return found
 
 
-def beyond(guard: Guard) -> float:
-    """How far a guard's value lies outside its range, in widths of the range; 0 inside.
+def edge(guard: Guard) -> float:
+    """How far a guard's value lies beyond the nearer end of its range, in widths of the range; negative
+    inside. Of a range that begins at 0 only the upper end counts.
 
-    >>> beyond(Guard("contrast", 0.5, 0.2, 0.4, "contrast: ..."))
+    >>> edge(Guard("contrast", 0.5, 0.2, 0.4, "contrast: ..."))
     0.5
+    >>> edge(Guard("pattern_2x2", 0.01, 0.0, 0.04, ""))
+    -0.75
     """
-    out = max(guard.low - guard.value, guard.value - guard.high, 0.0)
-    return round(out / (guard.high - guard.low), 6) if out else 0.0
+    below = guard.low - guard.value if guard.low else -math.inf
+    return round(max(below, guard.value - guard.high) / (guard.high - guard.low), 6)
 
 
 def _trust(run: Run, taken_back: bool) -> None:

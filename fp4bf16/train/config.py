@@ -215,8 +215,8 @@ PRESETS: dict[str, Config] = {
 #: steps, for the ancestral sampler makes another picture of a seed in fewer.
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {},
-    "nft": {"align.lr": 1e-4, "nft.beta": 0.1},
-    "ppo": {"align.lr": 1e-4, "align.timestep_fraction": 1.0, "ppo.clip": 1e-3},
+    "nft": {"align.lr": 5e-5, "nft.beta": 0.1},
+    "ppo": {"align.lr": 1e-4, "ppo.clip": 1e-3},
 }
 
 
