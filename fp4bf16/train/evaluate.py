@@ -37,6 +37,8 @@ def unit(panel: Panel) -> str:
     if len(panel.parts) > 1:
         return "standard deviations"
     part = panel.parts[0]
+    if by_probability(panel):
+        return part.unit
     if part.unit == "probability":  # minus log-odds, or so many times them
         return "log-odds"
     return part.unit if abs(part.weight) == 1 else f"{abs(part.weight):g} x {part.unit}".strip()

@@ -271,10 +271,10 @@ _OBJECTIVES = {
     ),
     "nft": ({"loss": "loss"}, "NFT", "Loss of DiffusionNFT, with its distance from the reference.", []),
     "ppo": (
-        {"ratio": "ratio"},
-        "ratio",
-        "Mean ratio of the likelihoods of new and old policy; 1 before the first update.",
-        [(1.0, "1")],
+        {"clipped": "clipfrac"},
+        "share",
+        "Share of the steps whose ratio of likelihoods, new policy to old, was clipped.",
+        [],
     ),
 }
 
