@@ -273,7 +273,11 @@ def test_garbage_named_tar(tmp_path, rng):
 
 @given(
     names=st.lists(
-        st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=140), max_size=6
+        # tarfile takes a file whose name ends with a slash for a folder, or not, by its format
+        st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=140).filter(
+            lambda name: not name.endswith("/")
+        ),
+        max_size=6,
     ),
     sizes=st.lists(st.integers(0, 1200), min_size=6, max_size=6),
     format=st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
@@ -287,4 +291,4 @@ def test_any_names(tmp_path_factory, names, sizes, format):
         want = [(m.offset_data, m.size) for m in archive.getmembers() if m.isreg()]
     with path.open("rb") as file:
         found = list(members(file, path.stat().st_size, 0, counts := Counts()))
-    assert [(m.data, m.size) for m in found if not m.name.endswith("/")] == want and not counts.faults
+    assert [(m.data, m.size) for m in found] == want and not counts.faults

@@ -296,7 +296,8 @@ def test_nothing_is_left_in_the_folder(tmp_path):
 # ------------------------------------------------------------------------------------------ how a run can end
 
 SCRIPT = """
-    import sys, time
+    import signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     sys.path[:0] = [{root!r}, {tests!r}]
     import numpy as np
     from fp4bf16.align.pool import Settings, explore
