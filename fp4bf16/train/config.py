@@ -216,7 +216,7 @@ PRESETS: dict[str, Config] = {
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {},
     "nft": {"align.lr": 5e-5, "nft.beta": 0.1},
-    "ppo": {"align.lr": 1e-4, "ppo.clip": 1e-3},
+    "ppo": {"align.lr": 1e-4, "align.steps": 8, "ppo.clip": 1e-3},
 }
 
 
