@@ -10,6 +10,7 @@ word gives 0 for every picture.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -114,11 +115,13 @@ class CaptionMeasure(Measure):
     learns = True
     words: Words | None = None
 
+    @abstractmethod
     def _looked(self, images: np.ndarray) -> np.ndarray:
-        raise NotImplementedError(f"{type(self).__name__}: define _looked(images)")
+        """What is seen in the pictures, a row each."""
 
+    @abstractmethod
     def _fits(self, looked: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
-        raise NotImplementedError(f"{type(self).__name__}: define _fits(looked, prompts)")
+        """How well each row fits its caption, (n,)."""
 
     def _values(self, images: np.ndarray, prompts: list[str]) -> np.ndarray:
         if self.words is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ class Learning:
     seed: int = 0
 
 
-class Measure:
+class Measure(ABC):
     """One number a picture; larger is better. A plain reward: ``measure(images, prompts)``.
 
     Subclasses define `_values`; those that `learns` also `learn`, `state_dict` and `load_state_dict`.
@@ -121,8 +122,9 @@ class Measure:
         """
         return self._values(self._checked(images, prompts), list(prompts)).astype(np.float32)
 
+    @abstractmethod
     def _values(self, images: np.ndarray, prompts: list[str]) -> np.ndarray:
-        raise NotImplementedError(f"{type(self).__name__}: define _values(images, prompts)")
+        """The numbers of checked pictures, (n,)."""
 
     def shown(self, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
         """The number for people, in `unit`: float64 (n,)."""
@@ -130,6 +132,7 @@ class Measure:
 
     def require(self) -> None:
         """Import the packages of the extras that it needs, or raise `ImportError` with the command to run."""
+        return  # most need none
 
     def learn(self, data: PanelData, learning: Learning, on_step: OnStep | None = None) -> dict[str, float]:
         """Learn from `data`; what is worth logging (loss, accuracy). Learns nothing by default."""

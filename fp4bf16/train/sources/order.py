@@ -9,6 +9,7 @@ keep to the order of the files.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ class Item(NamedTuple):
     epoch: int
 
 
-class Order:
+class Order(ABC):
     """Samples one by one, for ever. The two kinds of order derive from it.
 
     role, word: only captions with this role, and with this word in them; None: all.
@@ -79,9 +80,9 @@ class Order:
             self.epoch, self.given = self.epoch + 1, 0
             self._begin()
 
+    @abstractmethod
     def draw(self) -> Item | None:
         """The next sample of the epoch; None at its end."""
-        raise NotImplementedError
 
     def snapshot(self) -> dict[str, Any]:
         """The position, as JSON has it."""
@@ -93,9 +94,9 @@ class Order:
         self.counts = Counts.from_dict(known["counts"])
         self._begin()
 
+    @abstractmethod
     def _begin(self) -> None:
         """Make ready for `self.epoch`."""
-        raise NotImplementedError
 
     def _decoded(self, record: Record) -> Item | None:
         """None when the caption is not wanted, or, with a count, when a picture cannot be used."""

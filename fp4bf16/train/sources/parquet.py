@@ -6,6 +6,7 @@ with a field ``bytes``, as the datasets library writes pictures.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ _ROWS = 16  # that are in memory at a time
 _BUFFER = 1 << 20  # bytes of a column that are read at a time, in place of the whole column of a row group
 
 
-class ParquetShards:
+class ParquetShards(ABC):
     """What both kinds of parquet files have in common (`readers.Shards`): a unit is a row group, a place the
     number of a row in it.
     """
@@ -43,13 +44,13 @@ class ParquetShards:
     def units(self) -> int:
         return len(self._groups)
 
+    @abstractmethod
     def columns(self, names: list[str]) -> list[str] | None:
         """The columns to read, in the order in which `row` takes them; None when one is missing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def row(self, place: int, values: list[Any], counts: Counts) -> Record | None:
         """One row as a record; None, and a count, when it is to be left out."""
-        raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
         return self.files.identity()
