@@ -87,7 +87,8 @@ def test_few_pixels_and_odd_channels(channels, size, rng):
     """In and out of the network any number of channels; on its lowest level one pixel."""
     config = nn.UNetConfig.tiny(in_channels=channels, out_channels=channels)
     host, model = nn.UNet2D(config), nn.UNet2D(config).cuda(put(ONE))
-    x = rng.standard_normal((1, *size, channels)).astype(np.float32)
+    # Enough pictures for a mean: of four outputs that cancel, the roundings of BF16 alone are some per cent now and then.
+    x = rng.standard_normal((128 // (size[0] * size[1]), *size, channels)).astype(np.float32)
     g = rng.standard_normal(x.shape).astype(np.float32)
     y, z = model(put(x), 3), host(x, 3)
     y.backward(put(g))
