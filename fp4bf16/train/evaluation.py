@@ -142,6 +142,7 @@ def evaluate(folder: Path, settings: Settings, progress: Progress | None = None)
     extractors, absent = make_extractors(settings.extractors, first)
     judges = load_scores(weights)
     captions, _ = cases(weights, real.captions, settings.n, settings.seed)
+    progress.say(f"eval: reading {len(real.train)} training pictures, to find neighbours among them")
     nearest, of_heldout = _neighbourhood(real, extractors)
     sets = 2 + settings.floor_seeds + weights.aligned
     progress.stage("eval", sets * len(captions), 0, _plan_line(weights, settings, len(captions), sets))
@@ -158,6 +159,7 @@ def evaluate(folder: Path, settings: Settings, progress: Progress | None = None)
         drawn = draw_all(weights, settings, real, plan)
     finally:
         progress.end()
+    progress.say(f"eval: distances of {len(drawn)} sets by {', '.join(e.name for e in extractors)}")
     numbers, floors = _measure(drawn, real, extractors, settings)
     if judges is not None:
         numbers += _scored(drawn, captions, judges, settings.seed)
