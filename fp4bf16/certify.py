@@ -9,10 +9,14 @@ convolution share this module: a convolution passes its weight as (Cout, kh kw C
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import math
+import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +29,9 @@ from .python_ref.certify import LIPSCHITZ, conv_factor, sketch_factor
 
 __all__ = [
     "ActivationNorms", "Certificate", "WeightNorms", "activation_norms", "added_norms", "certificate",
-    "conv_factor", "device_certificate", "quant_stats", "quantized_weight_norms", "sketch", "sketch_factor",
-    "spectral_norm_upper", "weight_norms",
+    "conv_factor", "device_certificate", "fallbacks", "quant_stats", "quantized_weight_norms",
+    "sketch", "sketch_factor", "sketching", "spectral_norm_upper",
+    "weight_norms",
 ]  # fmt: skip
 
 #: FP32 rounding of bias, activation (exp, erfc) and residual relative to what goes in, with room.
@@ -55,6 +60,8 @@ class Certificate:
             was recorded and the decoded weight stands for itself.
         terms: the norms that went in.
         rows: float64 (M,), `bound` for each row of the result; None for a convolution.
+        refused: with ``threshold=``, the `relative` of an FP4 result that was over it: what was returned is
+            the BF16 result, and this its certificate. Else None.
 
     >>> import numpy as np, fp4bf16 as fb
     >>> x = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
@@ -71,6 +78,7 @@ class Certificate:
     reference: str = "master"
     terms: dict[str, float] = field(default_factory=dict, repr=False)
     rows: np.ndarray | None = field(default=None, repr=False, compare=False)
+    refused: float | None = None
 
     @property
     def limit(self) -> float:
@@ -210,13 +218,34 @@ def _once(owner: Any, make: Callable[[], Any]) -> Any:
     return found[1]
 
 
-def quantized_weight_norms(q: QuantizedArray, decode: Callable[[], np.ndarray]) -> WeightNorms:
+def quantized_weight_norms(
+    q: QuantizedArray, decode: Callable[[], np.ndarray], master: np.ndarray | None = None
+) -> WeightNorms:
     """Norms of a prepared weight; `decode` gives its values as two axes. Computed once for each quantisation.
 
     The weight it was made from is known by the recorded norm of its error alone, and |dW|_F >= sigma(dW).
-    Without stats (a loaded container) the decoded weight stands for the original.
+    Without stats (a loaded container) the decoded weight stands for the original. `master`: that weight, in
+    any shape of `decode`'s elements in their order; then sigma(dW) is a singular value's bound, several times
+    less, and every later call for `q` gets these norms.
     """
-    return _once(q.stats if q.stats is not None else q.packed, lambda: _quantized_weight_norms(q, decode()))
+    owner = q.stats if q.stats is not None else q.packed
+    if master is None:
+        return _once(owner, lambda: _quantized_weight_norms(q, decode()))
+    held = _known.get(id(owner))
+    if held is not None and held[0]() is owner and held[1].reference != "master":  # known less well so far
+        del _known[id(owner)]
+    return _once(owner, lambda: _master_norms(q, decode(), master))
+
+
+def _master_norms(q: QuantizedArray, used: np.ndarray, master: np.ndarray) -> WeightNorms:
+    """Cheap enough for every step of a training: sigma(W) <= sigma(W') + sigma(dW), float32 Gram matrices."""
+    sigma, sigma_error, error = backend_for().twin_norms(master, used)
+    if q.stats is None:
+        size, full, overflow = norm(used), norm(used) + error, 0
+    else:
+        rows = activation_norms(q.stats, q.k)
+        size, full, overflow = rows.used, rows.norm, rows.overflow
+    return WeightNorms(full, size, sigma + sigma_error, sigma, sigma_error, overflow=overflow)
 
 
 def _quantized_weight_norms(q: QuantizedArray, used: np.ndarray) -> WeightNorms:
@@ -375,15 +404,54 @@ def same(dtype: str = "float32") -> Certificate:
     return Certificate(0.0, 0.0, 0.0, 1.0)
 
 
+# ---- a threshold -------------------------------------------------------------------------------------------
+class Fallbacks:
+    """How often calls with ``threshold=`` were certified and how often redone, by operation, in this process.
+
+    Attributes: calls, redone: {"matmul" | "linear" | "conv2d": number}.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.redone, self._lock = Counter(), Counter(), threading.Lock()
+
+    def count(self, op: str, redone: bool) -> None:
+        with self._lock:
+            self.calls[op] += 1
+            self.redone[op] += redone
+
+    def reset(self) -> None:
+        with self._lock:
+            self.calls.clear(), self.redone.clear()
+
+
+fallbacks = Fallbacks()
+
+
 # ---- the sketch --------------------------------------------------------------------------------------------
 _calls = itertools.count()
+_sketching: contextvars.ContextVar[tuple | None] = contextvars.ContextVar("fp4bf16_sketch", default=None)
+
+
+@contextmanager
+def sketching(seed: int, step: int, call: int) -> Iterator[None]:
+    """Sketches inside are drawn from these numbers, so that they repeat; each certified call needs its own
+    `call` within a step for the confidence to hold.
+    """
+    token = _sketching.set((seed, step, call))
+    try:
+        yield
+    finally:
+        _sketching.reset(token)
 
 
 def gaussian(n: int, columns: int, call: int | None = None, step: int = 0, seed: int = 0) -> np.ndarray:
     """(n, columns) standard normals, float64, by counter-based Philox from (seed, step, call) alone.
 
-    Without `call` each use takes the next number of this process, so that no two certificates share a sketch.
+    Without `call` each use takes the numbers of `sketching`, or else the next of this process, so that no two
+    certificates share a sketch.
     """
+    if call is None and (given := _sketching.get()) is not None:
+        seed, step, call = given
     call = next(_calls) if call is None else call
     generator = np.random.Philox(key=seed, counter=[0, 0, call, step])
     return np.random.Generator(generator).standard_normal((n, columns))

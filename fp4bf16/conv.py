@@ -30,7 +30,7 @@ from .conv_operands import (
 from .conv_vjp import conv2d_dgrad, conv2d_vjp, conv2d_wgrad
 from .dispatch import backend_for
 from .dual import DualWeight
-from .epilogue import Epilogue, with_branch
+from .epilogue import Epilogue, Squares, quantized_values, squares, with_branch, within
 from .formats import QuantizedArray
 from .gemm_cuda import planned
 from .interop import output
@@ -53,7 +53,8 @@ __all__ = ["conv2d", "conv2d_dgrad", "conv2d_vjp", "conv2d_wgrad"]
 
 
 def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=None, track=None, format=None,
-           certify=False, dtype=None, out=None, stream=None, accumulate="promoted"):  # fmt: skip
+           certify=False, dtype=None, out=None, stream=None, accumulate="promoted",
+           threshold=None):  # fmt: skip
     """Convolve pictures x (N, H, W, C) with w (O, kh, kw, C): activation(x * w + bias) + residual.
 
     y[n, p, q, o] = sum over i, j, c of x[n, p*stride + i - top, q*stride + j - left, c] * w[o, i, j, c], x
@@ -70,7 +71,7 @@ def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=No
             `DualWeight`, "fp4" for a `QuantizedArray`, else "bf16". Accumulation is in FP32.
         certify: True or "bound": also return a `Certificate` of the distance to the BF16 track's result.
         dtype: of the result; by default x's, or the wider one when x and w differ.
-        out: array that the result is written to. stream, accumulate: as for `matmul`.
+        out: array that the result is written to. stream, accumulate, threshold: as for `matmul`.
 
     On the GPU nothing synchronises, memory comes from the framework, and the call can be captured in a CUDA
     graph; only ``certify=`` copies to the host and waits. "nvfp4_exact" and "fp8" are convolved as E4M3
@@ -96,10 +97,12 @@ def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=No
     [[64, 96], [96, 144]]
     """
 
-    def run():
+    def run(certify=certify):
         return _conv2d(as_arg(x, "x"), as_arg(w, "w"), stride, padding, bias, activation, residual, track,
                        format, certify, dtype, out, stream, accumulate)  # fmt: skip
 
+    if threshold is not None:
+        return within("conv2d", threshold, certify, run)
     if certify or stream is not None or type(x) is np.ndarray:
         return run()
     options = track, activation, stride, padding, dtype, format, accumulate
@@ -150,6 +153,9 @@ def _certified(kernels, x: Arg, w: Arg, geo, track, fmt, exact, rows, epilogue, 
     """rows = the convolution with its epilogue, and its certificate."""
     if certify not in (True, "bound"):
         raise ValueError(f"conv2d: certify is {certify!r}, but True, False or 'bound' is needed")
+    prepared = isinstance(w.value, QuantizedArray) and x.array is not None
+    if track == "fp4" and certify == "bound" and prepared:
+        return _prepared(kernels, x, w, geo, fmt, rows, epilogue)
     plain, parts = x, {}
     if track in QUANTISED and x.array is not None:  # quantised here for the quantiser's sums
         outer = None if fmt.default_outer is None else "image"
@@ -175,9 +181,24 @@ def _certified(kernels, x: Arg, w: Arg, geo, track, fmt, exact, rows, epilogue, 
     return found
 
 
+def _prepared(kernels, x: Arg, w: Arg, geo, fmt, rows, epilogue) -> Certificate:
+    """rows = the convolution of plain pictures with a prepared weight, as it is without a certificate, and
+    its bound.
+    """
+    values, norms = quantized_values(kernels, x, fmt, geo.c, "image")
+    matrix = weight_of(kernels, w, "fp4", fmt, False).reshape(geo.o, geo.k)
+    found = Squares(epilogue)
+    kernels.conv_forward(values, matrix, geo, rows, False, found)
+    weight = certificates.quantized_weight_norms(w.value, lambda: matrix)
+    return certificate_of(
+        norms, weight, matrix, x, geo, found.norm, "bound", True, dtype=str(rows.dtype),
+        activation=epilogue.name, added=(epilogue.bias, epilogue.residual), epilogue=not epilogue.empty,
+    )  # fmt: skip
+
+
 def certificate_of(norms: ActivationNorms, weight, matrix, x: Arg, geo, y, certify, seen: bool, *, added,
                    **parts) -> Certificate:  # fmt: skip
-    """The certificate of y (pixels, O) = x * w.
+    """The certificate of y (pixels, O) = x * w, or of a y that is known by its norm alone.
 
     `matrix` (O, k) and `x` are what the BF16 track multiplies, for the estimate; `seen`: x is what the caller
     gave, and not what a quantiser left of it. `added`: bias and residual or None; the rest is as in
@@ -191,10 +212,13 @@ def certificate_of(norms: ActivationNorms, weight, matrix, x: Arg, geo, y, certi
     if certify is True:
         unseen = 0.0 if seen else factor * norms.error * weight.sigma
         parts |= {"estimate": _sketch(backend_for(), x, matrix, geo, y) + unseen, "confidence": 1 - 1e-3}
-    added = np.linalg.norm(certificates.added_norms(geo.pixels, *added))
+    bias, residual = added  # |bias| + |residual row| over all pixels is at most this (Minkowski)
+    added = 0.0 if bias is None else math.sqrt(geo.pixels) * certificates.norm(bias)
+    if residual is not None:  # squares were added in float32 within a row
+        added += math.sqrt(squares(residual.reshape(geo.pixels, geo.o))) * (1 + 2.0**-14)
     found = certificates.certificate(
-        norms, weight, k=geo.k, columns=y.size, hidden_rows=geo.pixels, added=np.array([added]),
-        factor=factor, product_norm=float(np.linalg.norm(y.astype(np.float64))), **parts,
+        norms, weight, k=geo.k, columns=geo.pixels * geo.o, hidden_rows=geo.pixels, added=np.array([added]),
+        factor=factor, product_norm=y if isinstance(y, float) else certificates.norm(y), **parts,
     )  # fmt: skip
     return replace(found, rows=None)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
 from .operands import Arg, as_arg, branch, check_plain, left_matrix, on_device, right_matrix
 from .quantize import quantize
+from .tracks import tracks
 
 # ---- epilogue ----------------------------------------------------------------------------------------------
 
@@ -69,6 +72,55 @@ def with_branch(hidden: np.ndarray, up: np.ndarray, epilogue: Callable) -> Calla
     return finish
 
 
+class Squares:
+    """`then` after noting the norm of the panels of a product, whatever thread they are made on.
+
+    Squares are added in float32 within a row and in float64 over rows, a row's 512 at a time.
+    """
+
+    def __init__(self, then: Callable):
+        self.then, self.parts = then, {}
+
+    def __call__(self, y: np.ndarray, rows: slice, columns: slice) -> None:
+        self.parts[rows.start, columns.start] = squares(y)
+        self.then(y, rows, columns)
+
+    @property
+    def norm(self) -> float:
+        """Of all panels, in their order."""
+        return math.sqrt(math.fsum(self.parts[at] for at in sorted(self.parts)))
+
+
+def squares(y: np.ndarray) -> float:
+    """Sum of squares of y, two axes."""
+    if y.dtype == np.float32 and y.flags.c_contiguous and y.shape[-1] <= 512:
+        found = float(np.einsum("mn,mn->m", y, y).sum(dtype=np.float64))
+        if 1e-20 * y.size < found < 1e30:  # neither overflowed nor made of what float32 loses
+            return found
+    return float(np.einsum("mn,mn->", y, y, dtype=np.float64))
+
+
+# ---- a threshold -------------------------------------------------------------------------------------------
+
+
+def within(op: str, threshold: Any, certify: bool | str, run: Callable[[bool | str], tuple]) -> Any:
+    """``run(certify)``, redone on the BF16 track where its certificate's `relative` is over `threshold`."""
+    number = isinstance(threshold, int | float | np.number) and not isinstance(threshold, bool)
+    if not number or not threshold >= 0:
+        raise ValueError(
+            f"{op}: threshold is {threshold!r}, but a number from 0 is needed, the largest certified "
+            f"distance over the norm of the result; pass e.g. 0.5"
+        )
+    result, found = run(certify or "bound")
+    refused = not found.ok(threshold)
+    certificates.fallbacks.count(op, refused)
+    if refused:
+        with tracks("bf16"):
+            result, same = run(certify or "bound")
+        found = replace(same, refused=found.relative)
+    return (result, found) if certify else result
+
+
 # ---- certified ---------------------------------------------------------------------------------------------
 
 
@@ -105,6 +157,8 @@ def certified_product(op, kernels, a: Arg, b: Arg, weight, track, fmt, out, epil
     if len(b.shape) > 2:
         raise ShapeError(f"{op}: {b.name} has shape {b.shape}, but a certificate is for one matrix; "
                          f"call it for each of the leading axes")  # fmt: skip
+    if track == "fp4" and certify == "bound" and a.array is not None and isinstance(weight, QuantizedArray):
+        return _prepared(kernels, a, b, weight, fmt, out, epilogue)
     everything = slice(0, out.shape[0]), slice(0, out.shape[1])
     exact = track == "reference" and "float64" in (str(a.dtype), str(b.dtype))
     y = np.empty(out.shape, np.float64 if exact else np.float32)
@@ -116,6 +170,33 @@ def certified_product(op, kernels, a: Arg, b: Arg, weight, track, fmt, out, epil
     epilogue(y, *everything)
     kernels.store_rows(y, out)
     return found
+
+
+def quantized_values(kernels, x: Arg, fmt: Format, k: int, outer: str) -> tuple[np.ndarray, ActivationNorms]:
+    """(what the FP4 track multiplies in place of a plain x, float32 of its shape, its norms), in one pass.
+
+    outer: "image" or "row", as in `fake_quantize`.
+    """
+    found, sums, counts = kernels.fake_quantize_sums(kernels.values(x.array), fmt, "fast", outer)
+    stats = certificates.quant_stats(sums, counts, str(x.dtype))
+    return found, certificates.activation_norms(stats, k)
+
+
+def _prepared(kernels, a: Arg, b: Arg, weight, fmt, out, epilogue) -> Certificate:
+    """The product of a plain a and a prepared weight, as it is without a certificate, and its bound."""
+    k = a.shape[-1]
+    rows = a.array.reshape(out.shape[0], k)
+    outer = "row" if fmt.default_outer == "row" else "tensor"
+    x, norms = quantized_values(kernels, as_arg(rows, a.name), fmt, k, outer)
+    w = right_matrix(kernels, b, "fp4", fmt)
+    found = Squares(epilogue)
+    kernels.product(kernels.plain_matrix(x, rounding=False), w, out, found)
+    return certificates.certificate(
+        norms, certificates.quantized_weight_norms(weight, lambda: w.whole()), k=k, columns=out.shape[1],
+        dtype=str(out.dtype), activation=epilogue.name, epilogue=not epilogue.empty,
+        added=certificates.added_norms(out.shape[0], epilogue.bias, epilogue.residual),
+        product_norm=found.norm,
+    )  # fmt: skip
 
 
 def _linear(kernels, a: Arg, b: Arg, weight, track, fmt, y, dtype, epilogue, certify) -> Certificate:

@@ -14,7 +14,7 @@ import numpy as np
 from . import device, gemm_cuda
 from .dispatch import backend_for, check_stream
 from .dual import DualWeight
-from .epilogue import Epilogue, certified_product, with_branch
+from .epilogue import Epilogue, certified_product, with_branch, within
 from .errors import nearest
 from .formats import Format
 from .gemm_vjp import branch_vjp, linear_vjp, matmul_vjp
@@ -141,6 +141,7 @@ def matmul(
     dtype: Any = None,
     format: str | Format | None = None,
     accumulate: str = "promoted",
+    threshold: float | None = None,
 ):
     """``activation(a @ b + bias) + residual`` on one of the tracks, with the shapes of ``np.matmul``.
 
@@ -169,6 +170,9 @@ def matmul(
             "nvfp4_exact".
         accumulate: how FP8 tensor cores sum: "promoted" to FP32 every 128 elements of K, or "fast", up to a
             tenth faster and coarser (they keep about 14 bits). Elsewhere sums are FP32 throughout.
+        threshold: certify the product, and redo it on the BF16 track where its certified distance is over
+            this share of its norm (`Certificate.relative`, 0.5 being half of it). Counted by
+            `certify.fallbacks`. On the GPU the host decides, after a synchronisation.
 
     On the GPU nothing synchronises, memory comes from the framework, and the call can be captured in a CUDA
     graph; only ``certify=`` copies to the host and waits. "nvfp4_exact" and "fp8" multiply as E4M3 numbers
@@ -192,11 +196,14 @@ def matmul(
     >>> fb.matmul(a, fb.quantize(b, axis=-2), track="fp4")[0]
     array([16., 16., 16.], dtype=float32)
     """
-    def run():
+
+    def run(certify=certify):
         x, y = as_arg(a, "a"), as_arg(b, "b")
         return _matmul("matmul", x, y, track, bias, activation, residual, certify, out, stream, dtype, format,
                        accumulate)  # fmt: skip
 
+    if threshold is not None:
+        return within("matmul", threshold, certify, run)
     if certify or stream is not None or type(a) is np.ndarray:
         return run()
     options = track, activation, dtype, format, accumulate
@@ -216,20 +223,23 @@ def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
     """
     names = ("track", "activation", "residual", "certify", "out", "stream", "dtype", "format",
              "accumulate")  # fmt: skip
+    threshold = kwargs.pop("threshold", None)
     for name in kwargs:
         if name not in names:
-            raise TypeError(f"linear: unexpected argument {name!r}{nearest(name, names)}")
+            raise TypeError(f"linear: unexpected argument {name!r}{nearest(name, (*names, 'threshold'))}")
     rest = [None] * (len(names) - 1) + ["promoted"]
     if kwargs:
         rest = [kwargs.get(name, default) for name, default in zip(names, rest, strict=True)]
     track, activation, residual, certify, out, stream, *options = rest
 
-    def run():
+    def run(certify=certify):
         left = as_arg(x, "x")
         gemm_cuda.expand_once(weight, track)
         w = linear_weight("linear", left, weight)
-        return _matmul("linear", left, w, track, bias, *rest[1:])
+        return _matmul("linear", left, w, track, bias, activation, residual, certify, out, stream, *rest[6:])
 
+    if threshold is not None:
+        return within("linear", threshold, certify, run)
     if certify or stream is not None or type(x) is np.ndarray:
         return run()
     options = track, activation, *options

@@ -83,7 +83,7 @@ def step(c, a, b, rule=FP8, smallest=-6):
             ea, eb = (np.where(e > _NONE, np.maximum(e, smallest), e) for e in (ea, eb))
         top = (ea[:, None, :] + eb[None, :, :]).max(axis=-1)
     top = np.maximum(top, exponents(c))  # (M, N)
-    top = np.where(top <= _NONE, 0, top)
+    top = np.where(top <= _NONE // 2, 0, top)  # a zero's, and that of a zero times anything
     scale = np.ldexp(1.0, rule.fraction - top)
     round_ = np.trunc if rule.rounding == "zero" else np.floor
     products *= scale[:, :, None]

@@ -45,12 +45,27 @@ def spectral_norm_upper(w, squarings=5, multiply=np.matmul):
     scale = float(np.abs(w).max())
     w = w / scale  # so that squares neither overflow nor vanish
     gram = multiply(w, w.T) if w.shape[0] <= w.shape[1] else multiply(w.T, w)
-    tau = math.sqrt(float(np.sum(gram * gram)))
+    return scale * math.sqrt(radius_upper(gram, squarings, multiply)) * (1 + 2.0**-20)
+
+
+def radius_upper(gram, squarings=5, multiply=np.matmul):
+    """An upper bound of the largest |eigenvalue| of a symmetric matrix, not all zero: |G^q|_F^(1/q)."""
+    tau = math.sqrt(float(np.einsum("ij,ij->", gram, gram)))
     power = gram / tau
     for _ in range(squarings):
         power = multiply(power, power)
-    root = math.sqrt(float(np.sum(power * power))) ** (0.5 ** (squarings + 1))
-    return scale * math.sqrt(tau) * root * (1 + 2.0**-20)
+    return tau * math.sqrt(float(np.einsum("ij,ij->", power, power))) ** (0.5**squarings)
+
+
+def float32_gram_slack(k, norm_sq):
+    """|G - W W^T|_2 where G was summed in float32 over `k` products in any order, |W|_F^2 = `norm_sq`.
+
+    Each element errs by at most gamma_k (|W| |W|^T), gamma_k = k 2^-24 / (1 - k 2^-24) (Higham, section 3.1),
+    and by 2^-149 where a product underflows; ||W| |W|^T|_F <= |W|_F^2. Against |G|_2, of which |W|_F^2 is at
+    most min(m, k) times, this is under 0.2 % of sigma up to 64 x 576 and under 2 % up to 256 x 2304.
+    """
+    u = k * 2.0**-24
+    return (u / (1 - u) + 2.0**-40) * norm_sq + k * 2.0**-148 if u < 0.5 else math.inf
 
 
 def exact_bound(x_norm, dx_norm, sigma_twin, sigma_error):

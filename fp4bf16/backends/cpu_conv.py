@@ -398,8 +398,24 @@ def fake_quantize(x: np.ndarray, fmt, search: str, outer: str = "image") -> np.n
     One outer scale for each index of the first axis ("image": a picture, an output channel, a head), or for
     each row; formats without an outer scale ignore that.
     """
-    rows, amax = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), None
-    if outer == "image" and fmt.default_outer is not None and x.size:
-        amax = quantizer.amax_rows(rows).reshape(x.shape[0], -1).max(1)
-        amax = np.repeat(amax, rows.shape[0] // x.shape[0])
+    rows, amax = _grouped(x, fmt, outer)
     return quantizer.fake_quantize_rows(rows, fmt, None, search, amax=amax).reshape(x.shape)
+
+
+def fake_quantize_sums(x: np.ndarray, fmt, search: str, outer: str = "image") -> tuple:
+    """`fake_quantize` with what a certificate needs of the same pass: (values, sums float64 (rows, 3), counts
+    (5,)), as `cpu_quantize.QuantizedRows` has them. outer: "tensor" is one scale for all as well.
+    """
+    rows, amax = _grouped(x, fmt, outer)
+    found, sums, counts = quantizer.fake_quantize_sums(rows, fmt, search, amax)
+    return found.reshape(x.shape), sums, counts
+
+
+def _grouped(x: np.ndarray, fmt, outer: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """(rows of x, largest magnitude of the group that shares each one's outer scale, or None: of the row)."""
+    rows, amax = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), None
+    if outer != "row" and fmt.default_outer is not None and x.size:
+        groups = x.shape[0] if outer == "image" else 1
+        amax = quantizer.amax_rows(rows).reshape(groups, -1).max(1)
+        amax = np.repeat(amax, rows.shape[0] // groups)
+    return rows, amax

@@ -321,6 +321,17 @@ def fake_quantize_rows(
     return out
 
 
+def fake_quantize_sums(x, fmt="nvfp4_exact", search="fast", amax=None) -> tuple:
+    """``fake_quantize_rows(x, fmt, None, search, amax=amax)``, bit for bit, with `QuantizedRows`' `sums` and
+    `counts` of the same pass: (values float32 (R, K), sums, counts). NaN or Inf: `NonFiniteError`.
+    """
+    fmt, x = get_format(fmt), as_rows(x)
+    out = np.empty(x.shape, np.float32)
+    target, random = _writable(out, x.shape, "fake_quantize_sums"), ("nearest", 0, 1)
+    _, sums, counts = _run(x, fmt, None, amax, None, search, "raise", random, VALUES | STATS, values=target)
+    return out, sums, counts
+
+
 def _writable(out: np.ndarray, shape: tuple[int, int], where: str) -> np.ndarray:
     view = out.view(np.uint16) if out.dtype == BFLOAT16 else out
     if view.dtype not in (np.float32, np.uint16) or view.shape != tuple(shape) or not view.flags.c_contiguous:

@@ -24,6 +24,9 @@
   TimestepEmbedding`; their ``seed=`` takes a number or a `generator(seed)` shared by several layers.
 - `LoRA(unet, rank, alpha, seed, targets)`: low-rank adapters beside a frozen network, with their own
   ``flat``, ``using(flat) disabled() merge() merged_state() detach()``.
+- ``with watching(watcher, ...)``: a `Watcher` sees every product of `Linear` and `Conv2d` as it runs, with
+  its certificate if it asks for one, may run it on another track and may replace it; `tap(y, on_backward)`
+  sees the gradient.
 - `UNet2D(UNetConfig)`, whose ``cuda(like)`` moves it to a GPU, where it is one node of the tape;
   `pixel_unshuffle`, `pixel_shuffle`; `load_diffusers`, `from_diffusers`, `to_diffusers`.
 
@@ -54,11 +57,12 @@ from .module import FlatParameters, Module, Parameter
 from .optim import AdamW, clip_norm
 from .tape import Variable, backward, grad, no_grad
 from .unet import UNet2D, UNetConfig, pixel_shuffle, pixel_unshuffle
+from .watch import Estimate, Watcher, tap, track_of, watching
 
 __all__ = [
-    "AdamW", "Attention", "BagEmbedding", "Conv2d", "Downsample2D", "Embedding", "FlatParameters",
-    "GroupNorm", "Linear", "LoRA", "Module", "Parameter", "ResnetBlock2D", "TimestepEmbedding", "UNet2D",
-    "UNetConfig", "Upsample2D", "Variable", "backward", "clip_norm", "from_diffusers", "generator",
-    "grad", "load_diffusers", "no_grad", "ops", "pixel_shuffle", "pixel_unshuffle",
-    "timestep_embedding", "to_diffusers",
+    "AdamW", "Attention", "BagEmbedding", "Conv2d", "Downsample2D", "Embedding", "Estimate",
+    "FlatParameters", "GroupNorm", "Linear", "LoRA", "Module", "Parameter", "ResnetBlock2D",
+    "TimestepEmbedding", "UNet2D", "UNetConfig", "Upsample2D", "Variable", "Watcher", "backward",
+    "clip_norm", "from_diffusers", "generator", "grad", "load_diffusers", "no_grad", "ops",
+    "pixel_shuffle", "pixel_unshuffle", "tap", "timestep_embedding", "to_diffusers", "track_of", "watching",
 ]  # fmt: skip

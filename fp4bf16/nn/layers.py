@@ -15,6 +15,7 @@ from ..errors import ConfigError, ShapeError
 from . import ops as F
 from .module import Module, Parameter, twin_of
 from .tape import Variable
+from .watch import current, watched
 from .xp import namespace
 
 
@@ -44,7 +45,12 @@ class Linear(Module):
         self.bias = _uniform(rng, (outputs,), inputs) if bias else None
 
     def forward(self, x: Any) -> Variable:
-        y = F.linear(x, self.weight, self.bias, track=self.track, twin=twin_of(self.weight, self.track))
+        def make(track: str, certify: Any = None) -> Variable:
+            twin = twin_of(self.weight, track, certify is not None)
+            return F.linear(x, self.weight, self.bias, track=track, twin=twin, certify=certify)
+
+        watchers = current()
+        y = watched(self, x, make, watchers) if watchers else make(self.track)
         return y if self.adapter is None else self.adapter.linear(self, x, y)
 
 
@@ -80,8 +86,12 @@ class Conv2d(Module):
                 p.data[...] = 0
 
     def forward(self, x: Any, residual: Any = None) -> Variable:
-        twin = twin_of(self.weight, self.track)
-        y = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, residual, self.track, twin)
+        def make(track: str, certify: Any = None) -> Variable:
+            twin, how = twin_of(self.weight, track, certify is not None), (self.stride, self.padding)
+            return F.conv2d(x, self.weight, self.bias, *how, residual, track, twin, certify)
+
+        watchers = current()
+        y = watched(self, x, make, watchers) if watchers else make(self.track)
         return y if self.adapter is None else self.adapter.conv(self, x, y)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from .. import device
+from ..certify import WeightNorms, quantized_weight_norms
+from ..dispatch import backend_for
 from ..errors import ConfigError, ShapeError
 from ..gemm import DualWeight
 from ..quantize import quantize
@@ -67,6 +69,19 @@ class Parameter(Variable):
             )
             self._twins[format] = held
         return held[1]
+
+    def twin_norms(self, format: str = "nvfp4_exact") -> WeightNorms:
+        """Norms of this weight (in host memory) and of its FP4 copy for certificates, computed once a
+        version.
+
+        Every product with `twin` is certified with them from then on.
+        """
+        twin = self.twin(format)
+
+        def decode() -> np.ndarray:
+            return backend_for().dense(twin).reshape(self.shape[0], -1)
+
+        return quantized_weight_norms(twin, decode, self.data)
 
 
 class FlatParameters:
@@ -126,6 +141,7 @@ class Module:
     """
 
     track = "bf16"  #: track of this layer's products, set by `apply_route`
+    key = ""  #: name of this layer in routes, set by `apply_route`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{type(self).__name__}: define forward(self, ...) to call this module")
@@ -312,13 +328,19 @@ class Module:
             if not getattr(module, "routed", False):
                 continue
             key = f"{name}.weight" if "weight" in vars(module) else name
+            module.key = key
             module.track = chosen[key] = check_track(match_route(route, key))
         return chosen
 
 
-def twin_of(weight: Parameter, track: str) -> Any:
-    """What the forward multiplies in place of `weight` on its track: an FP4 copy, a dual weight, or None."""
+def twin_of(weight: Parameter, track: str, certified: bool = False) -> Any:
+    """What the forward multiplies in place of `weight` on its track: an FP4 copy, a dual weight, or None.
+
+    `certified`: an FP4 copy comes with the norms of a certificate against this very weight.
+    """
     track = resolve_track(track, "bf16")
     if track == "fp4":
+        if certified and isinstance(weight.data, np.ndarray):
+            weight.twin_norms()
         return weight.twin()
     return weight.dual() if track == "dual" else None

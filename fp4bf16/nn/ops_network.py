@@ -125,12 +125,25 @@ def matmul(a: Any, b: Any, track: str | None = None) -> Variable:
 Variable.__matmul__, Variable.__rmatmul__ = matmul, lambda a, b: matmul(b, a)
 
 
-def _linear_forward(x, w, b, track, twin):
+def _certified(result: Any, certify: Any) -> tuple:
+    """(array, nothing saved) of a product, whose certificate goes to the list of `certify`."""
+    if certify is None:
+        return result, None
+    certify[1].append(result[1])
+    return result[0], None
+
+
+def _how(certify: Any) -> bool | str:
+    return False if certify is None else certify[0]
+
+
+def _linear_forward(x, w, b, track, twin, certify=None):
     with tracks(track):
-        return linear_primitive(x, w if twin is None else twin, b), None
+        y = linear_primitive(x, w if twin is None else twin, b, certify=_how(certify))
+    return _certified(y, certify)
 
 
-def _linear_fused(g, arrays, saved, needs, track, twin):
+def _linear_fused(g, arrays, saved, needs, track, twin, certify=None):
     x, w = _seen(arrays[0], arrays[1], track, twin, "row")
     n, k = w.shape
     g2 = g.reshape(-1, n)
@@ -140,7 +153,7 @@ def _linear_fused(g, arrays, saved, needs, track, twin):
     return dx, dw, fused.column_sums(g2) if needs[2] else None
 
 
-def _linear_vjp(g, inputs, node, needs, track, twin):
+def _linear_vjp(g, inputs, node, needs, track, twin, certify=None):
     x, w = _seen_taped(inputs[0], inputs[1], track, twin, "row")
     n, k = w.shape
     g2, t = reshape(g, (-1, n)), _exact(track)
@@ -154,27 +167,35 @@ def _linear_vjp(g, inputs, node, needs, track, twin):
 _linear_op = Op("linear", _linear_forward, _linear_vjp, _linear_fused)
 
 
-def linear(x: Any, weight: Any, bias: Any = None, track: str | None = None, twin: Any = None) -> Variable:
+def linear(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    track: str | None = None,
+    twin: Any = None,
+    certify: tuple[bool | str, list] | None = None,
+) -> Variable:
     """x (..., K) times weight (N, K) transposed, plus bias (N,): (..., N).
 
     twin: a `QuantizedArray` or `DualWeight` of `weight`, prepared once, that the forward uses in its place.
+    certify: (True or "bound", list): the `Certificate` of the product is appended to the list.
     """
     track = resolve_track(track, "bf16")
-    return _linear_op(x, weight, bias, track=track, twin=twin if track in ("fp4", "dual") else None)
+    twin = twin if track in ("fp4", "dual") else None
+    return _linear_op(x, weight, bias, track=track, twin=twin, certify=certify)
 
 
 # ---- convolution ----
 
 
-def _conv_forward(x, w, b, r, stride, padding, track, twin):
+def _conv_forward(x, w, b, r, stride, padding, track, twin, certify=None):
+    how = dict(stride=stride, padding=padding, certify=_how(certify))
     with tracks(track):
-        y = conv2d_primitive(
-            x, w if twin is None else twin, stride=stride, padding=padding, bias=b, residual=r
-        )
-    return y, None
+        y = conv2d_primitive(x, w if twin is None else twin, bias=b, residual=r, **how)
+    return _certified(y, certify)
 
 
-def _conv_fused(g, arrays, saved, needs, stride, padding, track, twin):
+def _conv_fused(g, arrays, saved, needs, stride, padding, track, twin, certify=None):
     x, w = _seen(arrays[0], arrays[1], track, twin, "image")
     dx = dw = None
     g = namespace(g).ascontiguousarray(g)
@@ -186,7 +207,7 @@ def _conv_fused(g, arrays, saved, needs, stride, padding, track, twin):
     return dx, dw, fused.column_sums(g) if needs[2] else None, g if needs[3] else None
 
 
-def _conv_vjp(g, inputs, node, needs, stride, padding, track, twin):
+def _conv_vjp(g, inputs, node, needs, stride, padding, track, twin, certify=None):
     x, w = _seen_taped(inputs[0], inputs[1], track, twin, "image")
     how = dict(stride=stride, padding=padding, track=_exact(track))
     return (
@@ -243,16 +264,17 @@ def conv2d(
     residual: Any = None,
     track: str | None = None,
     twin: Any = None,
+    certify: tuple[bool | str, list] | None = None,
 ) -> Variable:
     """Convolution of x (N, H, W, I) with weight (O, kh, kw, I), plus bias (O,), plus residual of the output's
     shape.
 
     padding: an int or ((top, bottom), (left, right)). twin: a `QuantizedArray` of `weight`, prepared once,
-    that the forward uses in its place.
+    that the forward uses in its place. certify: as in `linear`.
     """
     track = resolve_track(track, "bf16")
-    twin = twin if track in ("fp4", "dual") else None
-    return _conv_op(x, weight, bias, residual, stride=stride, padding=padding, track=track, twin=twin)
+    how = dict(stride=stride, padding=padding, track=track, certify=certify)
+    return _conv_op(x, weight, bias, residual, twin=twin if track in ("fp4", "dual") else None, **how)
 
 
 # ---- attention ----
