@@ -1,4 +1,4 @@
-"""``python -m fp4bf16``: info, validate, bench, train, sample, eval."""
+"""``python -m fp4bf16``: info, validate, bench, train, sample, route, eval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .errors import (
     nearest,
 )
 
-COMMANDS = ("info", "validate", "bench", "train", "sample", "eval")
+COMMANDS = ("info", "validate", "bench", "train", "sample", "route", "eval")
 #: What a user can cause: shown as its sentence, without a traceback.
 USER = (
     CheckpointError,

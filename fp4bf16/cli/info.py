@@ -39,6 +39,7 @@ VARIABLES = {
         "default",
         "how many examples property tests try: default (50) or thorough (1000)",
     ),
+    "FP4BF16_CACHE_DIR": ("fp4bf16 in the user's cache", "where measured latencies are kept between runs"),
     "NUMBA_CACHE_DIR": ("beside the source", "where compiled CPU kernels are kept between runs"),
 }
 DTYPES = ("float64", "float32", "float16", "bfloat16", "uint8", "float8_e4m3fn", "float8_e8m0fnu")

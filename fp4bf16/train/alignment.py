@@ -21,7 +21,7 @@ from ..align.workers import Explorer
 from ..diffusion.noise import integers
 from ..errors import NonFiniteError
 from .evaluate import probe
-from .exploring import MakeDraw, weights_of
+from .exploring import MakeDraw, encode_routes, weights_of
 from .policy import Data, batches, make_data, pair_data
 from .schedule import learning_rate
 from .state import Run
@@ -122,7 +122,7 @@ def _iteration(run: Run, iteration: int, explorer: Explorer) -> None:
     memory = run.engine.memory()
     run.log(
         step=iteration + 1, **stats, taken_back=taken, broken=broken,
-        trust=run.counters["trust"], **memory,
+        trust=run.counters["trust"], **memory, **run.loop_line(),
     )  # fmt: skip
     run.log(stage="probe", step=iteration + 1, **seen)
     run.progress.step(
@@ -217,11 +217,15 @@ def explore(run: Run, iteration: int, explorer: Explorer) -> tuple[dict[str, Any
     c, engine = run.config.align, run.engine
     prompts = choose_prompts(run.task.prompts, c.prompts, run.seed("prompts"), iteration)
     seeds = integers(run.seed("rollout"), iteration, (c.prompts, c.seeds), 0, 2**32).astype(np.uint64)
+    if run.loop is not None:
+        engine.model.routes = run.loop.routes()
     digest = f"{engine.updates} updates"
     if engine.device == "cpu":
         weights = weights_of(engine)
         explorer.refresh(weights)
         digest = digest_of(weights)
+    elif engine.model.routes is not None:
+        digest += digest_of({"routes": encode_routes(engine.model.routes)})
     digest += digest_of(run.panel.state_dict())
     made = rollout(
         engine.collect, run.panel, seeds, prompts, settings_of(run), run.seed(f"select/{iteration}"),
@@ -253,6 +257,7 @@ def optimize(run: Run, iteration: int, data: Data) -> dict[str, Any]:
     sums, weight, done, first = {}, 0, 0, {}
     for some in batches(run.config, data):
         loss, norm, stats = engine.policy_step(data, some, lr)
+        run.log_loop()
         if not first:  # before the first update: users check that it is ln 2, or the ratio 1
             first = {"first_loss": loss} | ({"first_ratio": stats["ratio"]} if "ratio" in stats else {})
         if not skips.finite(loss, norm):

@@ -1,4 +1,4 @@
-"""``python -m fp4bf16 train`` and ``sample``."""
+"""``python -m fp4bf16 train`` and ``sample``; ``route`` is in `route_cli`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from ..errors import (
     UnsupportedArchError,
     nearest,
 )
+from ..routing import RouteSet
+from . import route_cli
 from .config import PRESETS, Config, check, from_dict, get_preset, override, with_objective, with_value
 
 DEVICES = ("cpu", "cuda")
@@ -42,8 +44,8 @@ _USER = (
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Add the commands ``train`` and ``sample``; each sets ``function``, which takes the arguments and
-    returns the exit code.
+    """Add the commands ``train``, ``sample`` and ``route``; each sets ``function``, which takes the arguments
+    and returns the exit code.
     """
     train = subparsers.add_parser(
         "train",
@@ -59,6 +61,7 @@ def add_parsers(subparsers: Any) -> None:
     )
     _add_sample(sample)
     sample.set_defaults(function=sample_command)
+    route_cli.add_parser(subparsers, _guarded)
 
 
 def _add_train(train: argparse.ArgumentParser) -> None:
@@ -75,7 +78,11 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     )
     train.add_argument("--seed", type=int, metavar="N", help="seed of everything random (default: 0)")
     train.add_argument(
-        "--route", type=Path, metavar="FILE", help="JSON: parameter-name pattern -> track, for exploring"
+        "--route",
+        type=Path,
+        metavar="FILE",
+        help="JSON: parameter-name pattern -> track, for exploring and "
+        "(loop.forward) training; or what the command route has saved",
     )
     train.add_argument(
         "--select",
@@ -194,7 +201,7 @@ def configuration(arguments: argparse.Namespace) -> Config:
     for name, value in _named(arguments).items():
         config = with_value(config, name, value)
     if arguments.route is not None:
-        config = dataclasses.replace(config, route=_read_route(arguments.route))
+        config = dataclasses.replace(config, **_read_route(arguments.route))
     config = override(config, arguments.set)
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"--seed {config.seed}: must be a whole number from 0 to 2^63 - 1")
@@ -217,16 +224,22 @@ def _named(arguments: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _read_route(path: Path) -> dict[str, str]:
+def _read_route(path: Path) -> dict[str, Any]:
+    """The settings that ``--route FILE`` stands for: a plain route is `route`, saved ones of noise levels are
+    `routes`.
+    """
     try:
         route = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--route {path}: cannot be read as JSON ({error})") from error
+    if isinstance(route, dict) and "format" in route:
+        routes = RouteSet.from_dict(route, f"--route {path}")
+        return {"routes": (*routes.buckets, routes.training)}
     if not isinstance(route, dict) or not all(isinstance(v, str) for v in route.values()):
         raise ConfigError(
             f'--route {path}: must be one JSON object of pattern -> track, like {{"conv_in*": "bf16"}}'
         )
-    return route
+    return {"route": route}
 
 
 def plan(config: Config, start: Any = None) -> str:
@@ -259,9 +272,23 @@ def plan(config: Config, start: Any = None) -> str:
             else f"base      is there: --from {start.source}",
             f"judges    reward {panel.name}: {trained} steps of {config.judge.batch} pictures",
             f"align     {a.iterations} iterations: {_iteration(config)}",
+            *_loop(config),
             f"evaluate  {e.captions or 'all'} captions x {e.seeds} seeds x {e.steps} steps, base and aligned",
         ]
     )
+
+
+def _loop(config: Config) -> list[str]:
+    """What the closed loop does, none where training's forward is on BF16."""
+    o = config.loop
+    if o.forward == "bf16":
+        return []
+    if o.forward == "fp4":
+        return [f"loop      training's forward on the route; one step in {o.every} looks at both tracks"]
+    return [
+        f"loop      a router ({o.sensitivity}), for {100 * o.budget:g} % of the loss: one step in {o.every} "
+        f"looks at both tracks, one in {o.decide} decides"
+    ]
 
 
 def _learning(config: Config) -> Any:
@@ -362,6 +389,7 @@ def load_model(folder: Path, weights: str = "aligned"):
     from .data import Vocabulary
     from .denoiser import Denoiser
     from .folder import RunFolder
+    from .host_loop import routes_in
 
     run = RunFolder(folder)
     config = check(from_dict(run.read_config()["config"]))
@@ -372,6 +400,7 @@ def load_model(folder: Path, weights: str = "aligned"):
     model = Denoiser(config, Vocabulary(tuple(meta["words"])))
     # Before the alignment the average of the weights is the model; afterwards it is what DPO started from.
     which = "ema" if weights == "base" or meta["stage"] == "base" else "policy"
+    model.routes = routes_in(config, model, meta.get("loop"))
     model.unet.load_state_dict(checkpoint.take(arrays, which))
     return model
 

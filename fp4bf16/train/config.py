@@ -139,6 +139,38 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class LoopConfig:
+    """The closed loop: which track the forward of training runs on, and what moves it (`routing.loop`).
+
+    The budget is a share of the loss that FP4 may add by the router's own predictions; the consistency that
+    is measured moves it, the latency that is measured moves what it is spent on.
+    """
+
+    forward: str = "bf16"  # or fp4: the route as it is; router: the loop decides about its layers
+    # What the router predicts a layer's rise of the loss from: what FP4 changes in its output; or what it
+    # changes in its input, and the weight's error by the optimizer's moments (fisher) or the curvature
+    # (hutchinson, hutch++), which cost more and were no better (bench/sensitivity.py).
+    sensitivity: str = "outputs"
+    budget: float = 0.02  # share of the loss that FP4 may add
+    every: int = 20  # steps between sampled ones, which look at both tracks
+    decide: int = 100  # steps between decisions
+    curvature_every: int = 500  # steps between traces of the Hessian (hutchinson, hutch++)
+    probes: int = 8  # Hessian-vector products of a trace
+    buckets: int = 1  # parts of the noise levels that are routed on their own when sampling
+    hysteresis: float = 0.25  # how much better a layer must be to drive another out
+    # Certified ratio above which a layer runs on BF16 for the step; 0: only counted. The presets' layers stay
+    # under 2 (docs/certificate.md).
+    limit: float = 0.0
+    jump: float = 8.0  # times its moving average that a layer's product or weight may have
+    cooldown: int = 50  # steps on BF16 after a violation
+    consistency: float = 0.0  # weight of the consistency term in the loss; 0: only measured
+    consistency_layers: int = 4  # layers that it looks at on a sampled step
+    target: float = 0.01  # of the measured consistency, towards which the budget is moved
+    feedback: bool = True  # whether the budget is moved
+    latency: str = "model"  # or measured: what the router counts as saved
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """Pictures that the base and the final model are judged by: the same noise for both."""
 
@@ -149,7 +181,11 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One run. `route` maps parameter-name patterns to the track of the exploring network."""
+    """One run. `route` maps parameter-name patterns to the track of the exploring network, and with
+    ``loop.forward`` other than bf16 of the training one. `routes`: for each bucket of noise levels, least
+    noise first, and last for training; empty: `route` everywhere. To the router `route` is what is pinned,
+    and `routes` what it starts from.
+    """
 
     preset: str = "faces16"
     seed: int = 0
@@ -159,6 +195,7 @@ class Config:
     route: dict[str, str] = field(
         default_factory=lambda: {"conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"}
     )
+    routes: tuple[dict[str, str], ...] = ()
     model: ModelConfig = ModelConfig()
     diffusion: DiffusionConfig = DiffusionConfig()
     base: BaseConfig = BaseConfig()
@@ -169,6 +206,7 @@ class Config:
     ppo: PPOConfig = PPOConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
+    loop: LoopConfig = LoopConfig()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, as written to ``config.json``."""
@@ -254,6 +292,8 @@ def _convert(name: str, text: Any, kind: Any) -> Any:
         value = json.loads(text) if isinstance(text, str) else text
         if kind == dict[str, str] and isinstance(value, dict):
             return {str(k): str(v) for k, v in value.items()}
+        if kind == tuple[dict[str, str], ...] and isinstance(value, (list, tuple)):
+            return tuple({str(k): str(v) for k, v in route.items()} for route in value)
         item = (
             kind.__args__[0]
             if isinstance(value, list) and getattr(kind, "__origin__", None) is tuple
@@ -261,7 +301,7 @@ def _convert(name: str, text: Any, kind: Any) -> Any:
         )
         if item is not None and all(type(v) is item for v in value):
             return tuple(value)
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, AttributeError):
         pass
     word = getattr(kind, "__name__", str(kind)) if not hasattr(kind, "__origin__") else str(kind)
     raise ConfigError(f"{name}: {text!r} is not a value of type {word}; give for example --set {name}=...")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from ..diffusion.noise import subseed
-from ..diffusion.samplers import generate
+from ..diffusion.samplers import Model, generate
 from ..diffusion.schedules import get_schedule
 from ..errors import ConfigError, NonFiniteError
 from ..nn.tape import Variable, no_grad
 from ..nn.unet import UNet2D, UNetConfig, pixel_shuffle, pixel_unshuffle
+from ..routing import RouteSet, bucket_of
 from ..tracks import tracks
 from .config import Config
 from .data import Vocabulary, words_of
@@ -36,11 +38,20 @@ def unet_config(config: Config, vocabulary: int) -> UNetConfig:
     )
 
 
+def base_routes(config: Config) -> RouteSet | None:
+    """The routes of noise levels that a configuration gives, None where ``route`` holds for all."""
+    return RouteSet(config.routes[:-1], config.routes[-1]) if config.routes else None
+
+
 class Denoiser:
     """UNet, vocabulary and noise schedule of a run.
 
     The policy's weights live in ``unet.flat.data``; methods that take `weights` run with another buffer of
     the same layout (the average, the reference) and leave the policy as it was.
+
+    track: of `policy` and of the frozen networks beside it, which overrides the layers' own; None: each layer
+    runs where the route has put it. routes: of the noise levels that pictures are drawn at on the FP4 track;
+    None: every level runs where the route has put it.
     """
 
     def __init__(self, config: Config, vocabulary: Vocabulary):
@@ -52,6 +63,8 @@ class Denoiser:
         self.config, self.vocabulary = config, vocabulary
         self.unet = UNet2D(unet_config(config, len(vocabulary)), seed=subseed(config.seed, "weights"))
         self.unet.apply_route(config.route)
+        self.track: str | None = "bf16"
+        self.routes: RouteSet | None = base_routes(config)
         self.schedule = get_schedule(config.diffusion.schedule, config.diffusion.timesteps)
         self.prediction = config.diffusion.prediction
         side = config.size // config.model.unshuffle
@@ -71,10 +84,10 @@ class Denoiser:
         return np.ascontiguousarray(pixel_unshuffle(pictures, self.config.model.unshuffle))
 
     def policy(self, x: np.ndarray, t: np.ndarray, captions: np.ndarray) -> Variable:
-        """The network's output on the tape, BF16 track: what is trained. x: x_t of the schedule, which the
+        """The network's output on the tape, on `track`: what is trained. x: x_t of the schedule, which the
         network sees in the scale of `Schedule.scale_input`.
         """
-        with tracks("bf16"):
+        with tracks(self.track):
             return self.unet(self.schedule.scale_input(x, t), t, captions=captions)
 
     def evaluate(self, x: np.ndarray, t: np.ndarray, captions: np.ndarray) -> np.ndarray:
@@ -105,6 +118,32 @@ class Denoiser:
             output[bad] = np.nan
         return output
 
+    @contextmanager
+    def drawing(self, track: str) -> Iterator[Model]:
+        """What a sampler asks for pictures on a track: `evaluate`, on the FP4 track by `routes` if there are
+        some, each noise level on its own. The layers' tracks are afterwards as they were.
+        """
+        if track != "fp4" or self.routes is None:
+            with tracks(None if track == "fp4" else track):
+                yield self.evaluate
+            return
+        levels, buckets, held = len(self.schedule), len(self.routes.buckets), -1
+        before = {m.key: m.track for _, m in self.unet.named_modules() if getattr(m, "routed", False)}
+
+        def routed(x: np.ndarray, t: np.ndarray, captions: np.ndarray) -> np.ndarray:
+            nonlocal held
+            bucket = bucket_of(int(np.max(t)), levels, buckets)  # a sampler asks at one level at a time
+            if bucket != held:
+                self.unet.apply_route(self.routes.of(bucket))
+                held = bucket
+            return self.evaluate(x, t, captions)
+
+        try:
+            with tracks(None):
+                yield routed
+        finally:
+            self.unet.apply_route(before)
+
     def draw(
         self,
         seeds,
@@ -119,13 +158,13 @@ class Denoiser:
 
         `steps` counts evaluations of the network, whatever the sampler; a guidance other than 1 takes twice
         as many. Where sampler or guidance is None it is the configuration's. On the FP4 track every layer
-        runs where the run's route puts it; "bf16" overrides the route.
+        runs where the run's route (or `routes`, level by level) puts it; "bf16" overrides the route.
         """
         of = self.config.diffusion
         encoded = self.encode(captions, strict)
-        with tracks(None if track == "fp4" else track):
+        with self.drawing(track) as evaluate:
             latents = generate(
-                self.evaluate,
+                evaluate,
                 seeds,
                 encoded,
                 self.shape,

@@ -18,20 +18,20 @@ import numpy as np
 from .. import device
 from ..adapters import DeviceArray
 from ..backends import cuda_diffusion, cuda_elementwise, cuda_optimizer
-from ..diffusion.noise import NOISE
+from ..diffusion.noise import NOISE, normal
 from ..errors import ConfigError
 from ..nn.cuda.parameters import DeviceParameters
 from ..tracks import tracks
 from .checkpoint import give, take
 from .config import Config
+from .device_loop import BETAS, check_routes
 from .device_policy import CudaPolicy
 from .device_sampler import CudaSampler, _part
 from .engine import BaseData
+from .host_loop import Pictures
 from .policy import StepResult
 
 __all__ = ["BETAS", "CudaEngine", "CudaSampler"]
-
-BETAS = (0.9, 0.999)
 
 
 class CudaEngine(CudaPolicy, CudaSampler):
@@ -42,15 +42,12 @@ class CudaEngine(CudaPolicy, CudaSampler):
     """
 
     def __init__(self, model: Any, config: Config, track: str | None = "bf16"):
-        for pattern, kind in config.route.items():
-            if kind not in ("fp4", "bf16"):
-                raise ConfigError(f"--route: {pattern} is on {kind!r}, but on the GPU a network runs on "
-                                  f"'fp4' and 'bf16'; choose one, or leave out --device")  # fmt: skip
+        check_routes(config.route, config.routes, config.loop.limit, config.loop.forward)
         if config.align.parameters == "lora":
             raise ConfigError("align.parameters: is lora, but adapters run on the CPU alone as yet; use "
                               "full, or leave out --device")  # fmt: skip
         super().__init__(model)
-        self.config, self.track = config, track
+        self.config, self.track, self._own_track = config, track, track
         self.parameters = model.unet.flat
         self.average = self.parameters.clone(self._stream())
         moments = (self.memory_of(name, self.parameters.data.shape) for name in ("first", "second"))
@@ -62,6 +59,7 @@ class CudaEngine(CudaPolicy, CudaSampler):
         self._base: BaseData | None = None
         self._shown: tuple[DeviceArray | None, ...] = ()  # its pictures and captions on the device
         self._ahead: tuple[int, np.ndarray] = (-1, np.empty(0))  # a step and its rows, drawn early
+        self._at = -1  # the step of the base training
 
     # ----------------------------------------------------------------------------------------------- state
 
@@ -103,7 +101,7 @@ class CudaEngine(CudaPolicy, CudaSampler):
         device.write(self.second, zero)
         self.updates, self._aligning, self._begun = 0, True, None
         self._begin_old(self.config.align.objective == "nft")
-        self._graphs.pop(("base",), None)  # its pool is as large as a step of training
+        self._forget("base")  # its pool is as large as a step of training
         self._base = None
 
     # --------------------------------------------------------------------------------------- the optimizer
@@ -117,11 +115,18 @@ class CudaEngine(CudaPolicy, CudaSampler):
         device.write(self.memory_of("scalars", (8,)), scalars)
 
     def _update(self, stream: int, limit: float, norm: DeviceArray, average: DeviceArray | None) -> None:
-        """Clip the gradient and step, unless its norm is not finite; the copies of the weights with it."""
-        p, scalars = self.parameters, self.memory_of("scalars", (8,))
-        squares = self.memory_of("squares", (1,), "float64")
-        cuda_optimizer.sum_of_squares(p.grad, squares, stream)
+        """Clip the gradient and step, unless its norm is not finite; with a loop the step follows when the
+        constraint lets it.
+        """
+        scalars, squares = self.memory_of("scalars", (8,)), self.memory_of("squares", (1,), "float64")
+        cuda_optimizer.sum_of_squares(self.parameters.grad, squares, stream)
         cuda_optimizer.clip_scalars(squares, scalars, stream, limit=limit, norm=norm)
+        if self.loop is None:
+            self._apply(stream, average)
+
+    def _apply(self, stream: int, average: DeviceArray | None) -> None:
+        """The step, and the copies of the weights with it; nothing where the norm was not finite."""
+        p, scalars = self.parameters, self.memory_of("scalars", (8,))
         cuda_optimizer.adamw(
             p.layout.table, p.data, p.grad, self.first, self.second, scalars, stream, average=average,
             betas=BETAS, **p.copies(),
@@ -145,14 +150,34 @@ class CudaEngine(CudaPolicy, CudaSampler):
         if data is not self._base:
             self._begin_base(data)
         at, rows = self._ahead
-        rows = rows if at == step else self._rows(data, step)
+        rows, self._at = rows if at == step else self._rows(data, step), step
         device.write(self.memory_of("base rows", rows.shape, "int64"), rows)
         device.write(self.memory_of("base number", (1,), "uint32"), np.array([step]))
         self._write_scalars(lr, step)
-        self._run(("base",), self._base_graph)
-        self._ahead = step + 1, self._rows(data, step + 1)  # while the GPU works
-        found = device.to_host(self.memory_of("base results", (self.config.base.batch + 1,), "float64"))
-        return self._counted(StepResult(float(found[:-1].mean()), float(found[-1]), {}))
+        batch, average = self.config.base.batch, self.average.data
+        found = self._learnt(self._base_once, batch, lambda: self._base_pictures(data, rows, step), average)
+        result = self._counted(StepResult(found["loss"], found["norm"], {}))
+        self.learned(own=True)
+        return result
+
+    def _base_once(self, some: slice) -> dict[str, float]:
+        """Loss and norm of the gradient of the pictures `some`, all of them or fewer."""
+        batch, at = self.config.base.batch, int(self._at)
+        if some == slice(0, batch):
+            self._run(("base",), self._base_graph)
+        else:
+            self._run(("base part", some.start, some.stop), lambda stream: self._base_graph(stream, some))
+        if self._ahead[0] != at + 1:
+            self._ahead = at + 1, self._rows(self._base, at + 1)  # while the GPU works
+        found = device.to_host(self.memory_of("base results", (some.stop - some.start + 1,), "float64"))
+        return {"loss": float(found[:-1].mean()), "norm": float(found[-1])}
+
+    def _base_pictures(self, data: BaseData, rows: np.ndarray, step: int) -> Pictures:
+        """What the rows are about, on the host."""
+        row, t, worded = rows
+        captions = None if data.captions is None else data.captions[row] * (worded >= 0)[:, None]
+        eps = normal(data.seeds["noise"], step, (len(row), *self.model.shape))
+        return Pictures(data.pictures[row], captions, t, eps, own=True)
 
     def _rows(self, data: BaseData, step: int) -> np.ndarray:
         """(3, batch) of one step: row of the picture, noise level, row of the caption or -1."""
@@ -165,7 +190,7 @@ class CudaEngine(CudaPolicy, CudaSampler):
         arrays = data.pictures, data.captions
         shapes = [None if a is None else a.shape for a in arrays]
         if self._base is None or shapes != [None if x is None else x.shape for x in self._shown]:
-            self._graphs.pop(("base",), None)
+            self._forget("base")
             self._shown = tuple(None if a is None else device.from_host(a, self.like, "data") for a in arrays)
         else:
             for held, array in zip(self._shown, arrays, strict=True):
@@ -174,7 +199,7 @@ class CudaEngine(CudaPolicy, CudaSampler):
         device.write(self.memory_of("base seed", (1,), "uint64"), np.array([data.seeds["noise"]], np.uint64))
         self._base = data
 
-    def _base_graph(self, stream: int) -> None:
+    def _base_graph(self, stream: int, some: slice | None = None) -> None:
         batch, shape = self.config.base.batch, self.model.shape
         rows = self.memory_of("base rows", (3, batch), "int64")
         row, t, worded = (device.operand(rows.owner[i], "rows") for i in range(3))
@@ -182,6 +207,9 @@ class CudaEngine(CudaPolicy, CudaSampler):
         whole = device.reshape(eps, (1, eps.size))  # one seed draws for the batch, as on the CPU
         self._normal("base", whole, stream)
         pictures, captions = self._shown
+        if some is not None:
+            row, t, worded, eps = (_part(a, some.start, some.stop) for a in (row, t, worded, eps))
+            batch = some.stop - some.start
         x, target = self._noised(pictures, row, eps, t, stream)
         output = self._forward(x, t, self._bag(captions, worded, stream))
         found = self.memory_of("base results", (batch + 1,), "float64")

@@ -26,6 +26,7 @@ from ..errors import ConfigError
 from ..nn.cuda.parameters import DeviceParameters
 from ..nn.tape import no_grad
 from ..nn.xp import namespace
+from .device_loop import CudaLoop
 from .device_sampler import _part
 from .policy import Data, PairData, SampleData, StepResult, TrajectoryData, batches, filled, stacked
 
@@ -38,7 +39,7 @@ class DeviceSnapshot:
     updates: int
 
 
-class CudaPolicy:
+class CudaPolicy(CudaLoop):
     """The part of `CudaEngine` that trains a policy."""
 
     old: DeviceParameters | None
@@ -63,9 +64,9 @@ class CudaPolicy:
             return self.draw(seeds, captions, steps, track, sampler="ancestral", guidance=1.0)
         return self.draw(seeds, captions, steps, track)
 
-    def _run(self, key: tuple, function: Callable[[int], None]) -> None:
+    def _run(self, key: tuple, function: Callable[[int], None], routed: bool = False) -> None:
         """The old policy has graphs of its own: a graph keeps the weights that it was captured with."""
-        super()._run((*key, "old") if self._collecting else key, function)
+        super()._run((*key, "old") if self._collecting else key, function, routed)
 
     def trajectories(
         self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16"
@@ -116,8 +117,7 @@ class CudaPolicy:
         room = before or (most, most * c.timesteps)
         self._room[name] = max(room[0], count), max(room[1], entries)
         if before not in (None, self._room[name]):
-            for key in [key for key in self._graphs if key[0] == name]:
-                self._graphs.pop(key)
+            self._forget(name)
             self.memory_of.drop(*(f"{name} {kind}" for kind in ("pictures", "captions", "noise")))
 
     def _buffers(self, name: str) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
@@ -138,6 +138,9 @@ class CudaPolicy:
             raw(into)[count:] = raw(noise)[some.stop - 1]
 
     def _begin_trajectories(self, data: TrajectoryData) -> None:
+        if self.loop is not None:  # on the route that they will be trained on: the ratio begins with 1
+            self.loop.freeze()
+            self.model.unet.apply_route(self.loop.route())
         model, self._old_logp = self.model, np.empty(len(data))
         timesteps, self._table = step_table(model.schedule.scaled, len(data.timesteps), model.prediction)
         data.check(timesteps)
@@ -154,9 +157,14 @@ class CudaPolicy:
             raise ConfigError("policy_step: data is not what was begun; call begin(data) first")
         self._write_scalars(lr)
         step = {PairData: self._dpo, SampleData: self._nft, TrajectoryData: self._ppo}[type(data)]
-        stats = step(data, some)
+        stats = self._learnt(
+            lambda part: step(data, slice(some.start + part.start, some.start + part.stop)),
+            some.stop - some.start, lambda: self._pictures(data, some), None,
+        )  # fmt: skip
         loss, norm = stats.pop("loss"), stats.pop("norm")
-        return self._counted(StepResult(loss, norm, stats))
+        result = self._counted(StepResult(loss, norm, stats))
+        self.learned(own=False)
+        return result
 
     def _found(self, name: str, names: Sequence[str]) -> DeviceArray:
         """Where the numbers of a step go."""
@@ -336,7 +344,13 @@ class CudaPolicy:
             old *= share
             old += raw(self.parameters.data) * (1 - share)
             self.old.refresh(self._stream())
+        self._end()
+
+    def _end(self) -> None:
+        """The data of `begin` are done with."""
         self._begun = None
+        if self.loop is not None:
+            self.loop.thaw()
 
     def _changing(self) -> dict[str, DeviceArray]:
         found = {"parameters": self.parameters.data, "first": self.first, "second": self.second}
@@ -357,7 +371,8 @@ class CudaPolicy:
         for weights in (self.parameters, self.old):
             if weights is not None:
                 weights.refresh(self._stream())
-        self.updates, self._begun = snapshot.updates, None
+        self.updates = snapshot.updates
+        self._end()
 
 
 DPO_NUMBERS = (*DPO_STATS, "drift", "kl", "norm")

@@ -8,7 +8,8 @@ before a replay. Draws and formulas are the CPU's.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..extras import require
 from ..nn.cuda.graph import Graph
 from ..nn.tape import no_grad
 from ..nn.unet import pixel_shuffle
+from ..routing import bucket_of
 from ..tracks import tracks
 
 
@@ -56,6 +58,11 @@ class _Memory:
             del self._held[key]
 
 
+#: Graphs of a kind of step that are kept, one a route: each has a pool as large as the step. Of sampling all
+#: buckets of noise levels have their routes, before and after a decision.
+KEPT = 4
+
+
 def _part(x: DeviceArray, start: int, stop: int) -> DeviceArray:
     """x[start:stop], a view."""
     return device.operand(x.owner[start:stop], x.name)
@@ -70,12 +77,19 @@ class Way(NamedTuple):
 
 
 class CudaSampler:
-    """A model on the GPU that draws pictures; the model's network is moved there."""
+    """A model on the GPU that draws pictures; the model's network is moved there.
+
+    On the FP4 track each noise level runs on the model's `routes`, if it has some. `routed`: whether the
+    layers' tracks may change from one call to another.
+    """
+
+    routed = False
 
     def __init__(self, model: Any):
         self.model, self.like = model, place()
         model.unet.cuda(self.like.owner)
         self.memory_of, self._graphs = _Memory(self.like), {}
+        self._layers = [m for _, m in model.unet.named_modules() if getattr(m, "routed", False)]
 
     @property
     def device(self) -> str:
@@ -89,8 +103,12 @@ class CudaSampler:
         held = sys.modules["cupy"].get_default_memory_pool().total_bytes()
         return {"gpu_mb": round((held + sum(graph.memory for graph in self._graphs.values())) / 1e6, 1)}
 
-    def _run(self, key: tuple, function: Callable[[int], None]) -> None:
-        """Run `function`, of what lies in the buffers: the first time as it is, then as a captured graph."""
+    def _run(self, key: tuple, function: Callable[[int], None], routed: bool = False) -> None:
+        """Run `function`, of what lies in the buffers: the first time as it is, then as a captured graph; of
+        each route that the layers are on its own, where `routed` says that it changes.
+        """
+        if routed:
+            key = self._on_route(key)
         graph = self._graphs.get(key)
         if graph is None:
             graph = Graph(self.like)
@@ -98,6 +116,26 @@ class CudaSampler:
             self._graphs[key] = graph
         else:
             graph.replay(self._stream())
+
+    def _on_route(self, kind: tuple) -> tuple:
+        """The key of a kind of step on the layers' present route; room for its graph, that used last goes
+        last.
+        """
+        key = (*kind, frozenset(m.key for m in self._layers if m.track == "fp4"))
+        if key in self._graphs:
+            self._graphs[key] = self._graphs.pop(key)
+            return key
+        routes = getattr(self.model, "routes", None)
+        most = KEPT if routes is None else max(KEPT, 2 * len(routes.buckets))
+        held = [k for k in self._graphs if k[:-1] == kind and isinstance(k[-1], frozenset)]
+        for old in held[: max(0, len(held) + 1 - most)]:
+            del self._graphs[old]
+        return key
+
+    def _forget(self, *kinds: str) -> None:
+        """Drop the graphs of these kinds of steps, on every route."""
+        for key in [key for key in self._graphs if key[0] in kinds]:
+            del self._graphs[key]
 
     def _stream(self) -> int:
         return device.launch("train", None, (self.like,))
@@ -127,11 +165,19 @@ class CudaSampler:
                              f"caption a seed")  # fmt: skip
         way = Way(of.sampler if sampler is None else sampler, track,
                   check_guidance(of.guidance if guidance is None else guidance))  # fmt: skip
-        chunk, seeds, bags = of.chunk, np.array(seeds, np.uint64), model.encode(captions)
+        seeds, bags = np.array(seeds, np.uint64), model.encode(captions)
         made = plan(way.sampler, model.schedule, steps)
         _, table = coefficients(way.sampler, model.schedule, steps)
         scale = model.schedule.start_scale / model.schedule.norm[made[0].t]
         pictures = np.empty((len(seeds), *model.shape), np.float32)
+        routes = getattr(model, "routes", None) if track == "fp4" else None
+        with nullcontext() if routes is None else self._returning():
+            self._draw_chunks(pictures, seeds, bags, made, table, scale, way)
+        return np.ascontiguousarray(pixel_shuffle(pictures, model.config.model.unshuffle))
+
+    def _draw_chunks(self, pictures, seeds, bags, made, table, scale, way) -> None:
+        """Fill `pictures`, chunk after chunk."""
+        chunk = self.model.config.diffusion.chunk
         for start in range(0, len(seeds), chunk):
             count = min(chunk, len(seeds) - start)
             rows = np.minimum(np.arange(start, start + chunk), start + count - 1)
@@ -143,7 +189,25 @@ class CudaSampler:
                 self._advance(x, step, row, bags.shape[1], way)
             drawn = device.to_host(x) + device.to_host(sound).reshape(-1, *(1,) * (x.ndim - 1))
             pictures[start : start + count] = drawn[:count]
-        return np.ascontiguousarray(pixel_shuffle(pictures, model.config.model.unshuffle))
+
+    @contextmanager
+    def _returning(self) -> Iterator[None]:
+        """The layers' tracks are afterwards as they were."""
+        before = {layer.key: layer.track for layer in self._layers}
+        try:
+            yield
+        finally:
+            self.model.unet.apply_route(before)
+
+    def _route(self, t: int, way: Way) -> bool:
+        """Put the layers on the route of a noise level where it has one; whether routes change at all."""
+        routes = getattr(self.model, "routes", None)
+        if way.track != "fp4":
+            return False
+        if routes is not None:
+            levels = len(self.model.schedule)
+            self.model.unet.apply_route(routes.of(bucket_of(int(t), levels, len(routes.buckets))))
+        return routes is not None or self.routed
 
     def _advance(self, x: DeviceArray, step: Step, row: np.ndarray, words: int, way: Way) -> None:
         """x after one evaluation of the network (two with guidance), in place."""
@@ -153,7 +217,8 @@ class CudaSampler:
         device.write(self.memory_of("number", (1,), "uint32"), np.array([step.t + 1]))
         if way.sampler == "heun" and not step.corrects:
             device.assign(self.memory_of("z", x.shape), x)
-        self._run(("sample", way, chunk), lambda stream: self._sample(stream, x, words, way))
+        routed = self._route(step.t, way)
+        self._run(("sample", way, chunk), lambda stream: self._sample(stream, x, words, way), routed)
 
     def _noise_of(self, seeds: np.ndarray, scale: float = 1.0) -> DeviceArray:
         """The start noise of one chunk times `scale`, in the buffer that the sampler works in."""

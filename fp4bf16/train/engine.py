@@ -22,6 +22,7 @@ from ..nn.optim import AdamW, clip_norm
 from .checkpoint import give, take
 from .config import Config
 from .denoiser import Denoiser
+from .host_loop import Pictures, make_loop
 from .host_policy import HostPolicy
 from .policy import StepResult
 
@@ -166,13 +167,21 @@ class HostEngine(HostPolicy):
         row, t, keep = data.draw(step, c.batch, c.drop_caption)
         x0, eps = data.pictures[row], normal(data.seeds["noise"], step, (c.batch, *model.shape))
         bag = None if data.captions is None else data.captions[row] * keep[:, None]
-        output = model.policy(model.schedule.add_noise(x0, eps, t), t, bag)
-        loss, gradient = squared_error(output.data, model.schedule.target(x0, eps, t, model.prediction))
-        model.unet.zero_grad()
-        output.backward(gradient)
+        x = model.schedule.add_noise(x0, eps, t)
+        target = model.schedule.target(x0, eps, t, model.prediction)
+
+        def once(some: slice) -> tuple[float, None]:
+            output = model.policy(x[some], t[some], None if bag is None else bag[some])
+            loss, gradient = squared_error(output.data, target[some])
+            model.unet.zero_grad()
+            output.backward(gradient)
+            return loss, None
+
+        loss, _ = self.learn(once, c.batch, lambda: Pictures(x0, bag, t, eps, own=True))
         result = StepResult(loss, clip_norm(self.parameters.grad, c.clip), {})
         if self._update(result, lr):
             self.ema.update(self.parameters.data, step)
+        self.learned(own=True)
         return result
 
     def _update(self, result: StepResult, lr: float) -> bool:
@@ -199,12 +208,18 @@ def restore_flat(parameters: Any, state: dict[str, np.ndarray], flat: np.ndarray
 
 
 def make_engine(device: str, model: Denoiser, config: Config) -> Any:
-    """The engine of ``--device``: "cpu" or "cuda"; a sentence where there is no such device."""
+    """The engine of ``--device``: "cpu" or "cuda", with the closed loop of the configuration; a sentence
+    where there is no such device.
+    """
     if device == "cpu":
-        return HostEngine(model, config)
-    from .device import CudaEngine  # not needed on a CPU
+        engine: Any = HostEngine(model, config)
+    else:
+        from .device import CudaEngine  # not needed on a CPU
 
-    return CudaEngine(model, config)
+        engine = CudaEngine(model, config)
+    if (loop := make_loop(config, model)) is not None:
+        engine.use(loop)
+    return engine
 
 
 def make_sampler(device: str, model: Denoiser) -> Any:

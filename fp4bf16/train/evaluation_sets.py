@@ -29,6 +29,7 @@ from .engine import restore_flat
 from .evaluate import by_probability, judge, unit
 from .extractors import Extractor, featurise
 from .folder import RunFolder
+from .host_loop import routes_in
 from .neighbours import Nearest
 from .pictures import to_bytes
 from .task import OwnTask, make_task
@@ -63,6 +64,7 @@ class Weights:
         Adapters run beside the network, as in the run; merged: they are added into it (for a GPU).
         """
         model = Denoiser(config or self.config, Vocabulary(tuple(self.meta["words"])))
+        model.routes = routes_in(self.config, model, self.meta.get("loop"))
         adapters = checkpoint.take(self.arrays, "lora") if which == "aligned" and not merged else {}
         state = checkpoint.take(self.arrays, "ema" if which == "base" or adapters else "policy")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from ..align.pool import Draw
 from ..nn.lora import LoRA
+from ..routing import RouteSet
 from .checkpoint import give, take
 from .config import Config
 from .data import Vocabulary
@@ -19,8 +21,23 @@ from .denoiser import Denoiser
 def weights_of(engine: Any) -> dict[str, np.ndarray]:
     """The weights that a `HostEngine` collects pictures with, for `Explorer.refresh` and `digest_of`: copies
     by name, ``policy.*`` of the network and ``lora.*`` of adapters beside it, which are not merged: that
-    would round otherwise. NFT collects with its old policy.
+    would round otherwise. NFT collects with its old policy. Where noise levels have routes of their own they
+    are "routes" (`encode_routes`).
     """
+    routes = engine.model.routes
+    return _weights_of(engine) | ({} if routes is None else {"routes": encode_routes(routes)})
+
+
+def encode_routes(routes: RouteSet) -> np.ndarray:
+    """Routes as JSON in an array of bytes, which travels with the weights.
+
+    >>> bytes(encode_routes(RouteSet([{"*": "fp4"}])))[:10]
+    b'{"format":'
+    """
+    return np.frombuffer(json.dumps(routes.to_dict()).encode(), np.uint8)
+
+
+def _weights_of(engine: Any) -> dict[str, np.ndarray]:
     trained = engine.parameters
     flat = trained.data if engine.old is None else engine.old
     views = {name: view.copy() for name, view in trained.views(flat).items()}
@@ -51,6 +68,8 @@ class MakeDraw:
 
         def load(arrays: Mapping[str, np.ndarray]) -> None:
             model.unet.load_state_dict(take(arrays, "policy"))
+            if "routes" in arrays:
+                model.routes = RouteSet.from_dict(json.loads(bytes(arrays["routes"])), "explorer")
             if adapters := take(arrays, "lora"):
                 if not held:
                     held.append(LoRA(model.unet, c.rank, c.alpha, 0))

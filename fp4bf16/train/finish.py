@@ -24,6 +24,8 @@ def _stage_seconds(lines: list[dict[str, Any]]) -> dict[str, float]:
     """Wall time of each stage, from the stamps of the metrics."""
     ends: dict[str, float] = {}
     for line in lines:
+        if line["stage"] == "router":  # between the lines of others
+            continue
         ends["align" if line["stage"] == "probe" else line["stage"]] = line["seconds"]
     previous, took = 0.0, {}
     for stage, end in ends.items():

@@ -58,6 +58,7 @@ class RunFolder:
         self.lines = 0
         self.warnings: list[str] = []  # what `open` found damaged, in sentences
         self._loggers = Loggers()
+        self.decisions: list[dict[str, Any]] = []  # of the router, made after the checkpoint that is taken up
         self._metrics: int | None = None
         self._lock: Any = None
 
@@ -181,7 +182,7 @@ class RunFolder:
             raise ConfigError(f"{self.config_file}: cannot be read ({error}); name another folder") from error
 
     def _compare(self, config: Config) -> None:
-        there, here = _flat(self.read_config()["config"]), _flat(config.to_dict())
+        there, here = _default() | _flat(self.read_config()["config"]), _flat(config.to_dict())
         different = _differing(self.read_config()["config"], config.to_dict())
         if different:
             k = different[0]
@@ -231,7 +232,8 @@ class RunFolder:
     def _open_metrics(self, keep: int) -> None:
         """Keep the first `keep` lines of the metrics and go on writing after them."""
         there = self.metrics_file.exists()
-        kept = self.metrics_file.read_bytes().splitlines(keepends=True)[:keep] if there else []
+        lines = self.metrics_file.read_bytes().splitlines(keepends=True) if there else []
+        kept, self.decisions = lines[:keep], _decisions(lines[keep:])
         if keep and not there:
             raise CheckpointError(
                 f"{self.metrics_file}: is missing but the checkpoint was written after {keep} lines of "
@@ -270,6 +272,8 @@ class RunFolder:
             os.ftruncate(self._metrics, size)
             raise
         self.lines += 1
+        if values["stage"] == "router":  # a decision holds numbers of every layer: too many curves
+            values = {k: v for k, v in values.items() if not isinstance(v, dict)}
         self._loggers.log(self.lines, values)
 
     def picture(self, name: str, sheet: np.ndarray, scale: int = 1) -> None:
@@ -332,13 +336,31 @@ class RunFolder:
         self._metrics = self._lock = None
 
 
+def _decisions(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The router's decisions among lines of the metrics, those that a crash cut short left out."""
+    found = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and entry.get("event") == "decision":
+            found.append(entry)
+    return found
+
+
+def _default() -> dict[str, Any]:
+    """What settings are that a run of an earlier version does not have: what came later is off by default."""
+    return _flat(Config().to_dict())
+
+
 #: Settings that change nothing in the result: a run may go on with others.
 _FREE = ("align.workers",)
 
 
 def _differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """Names of the settings that two configurations differ in, but for those that change nothing."""
-    a, b = _flat(there), _flat(here)
+    a, b = _default() | _flat(there), _flat(here)
     return [k for k in sorted({*a, *b}) if a.get(k) != b.get(k) and k not in _FREE]
 
 

@@ -20,7 +20,9 @@ from ..diffusion.samplers import Model, generate
 from ..errors import ConfigError
 from ..nn.optim import clip_norm
 from ..nn.unet import pixel_shuffle
+from ..nn.watch import watching
 from ..tracks import tracks
+from .host_loop import HostLoop, Pictures
 from .policy import Data, PairData, SampleData, StepResult, TrajectoryData, batches, filled, stacked
 
 
@@ -32,7 +34,7 @@ class Snapshot:
     updates: int
 
 
-class HostPolicy:
+class HostPolicy(HostLoop):
     """The part of `HostEngine` that trains a policy. `old`: flat weights of the old policy, where one is."""
 
     old: np.ndarray | None
@@ -44,10 +46,12 @@ class HostPolicy:
     # ----------------------------------------------------------------------------------------- other policies
 
     def _frozen(self, weights: Callable[[], AbstractContextManager]) -> Model:
-        """The network without a tape, on the BF16 track, with the weights that `weights()` puts in place."""
+        """The network without a tape, on the policy's track, with the weights that `weights()` puts in place.
+        Nobody watches its products: what is judged and held back is the policy.
+        """
 
         def run(x: np.ndarray, t: np.ndarray, captions: np.ndarray) -> np.ndarray:
-            with weights(), tracks("bf16"):
+            with weights(), tracks(self.model.track), watching():
                 return self.model.evaluate(x, t, captions)
 
         return run
@@ -85,9 +89,9 @@ class HostPolicy:
 
         def watched(x: np.ndarray, t: np.ndarray, condition: np.ndarray) -> np.ndarray:
             seen.append(x.copy())
-            return model.evaluate(x, t, condition)
+            return evaluate(x, t, condition)
 
-        with tracks(None if track == "fp4" else track):
+        with model.drawing(track) as evaluate:
             folded = generate(
                 watched, seeds, model.encode(captions), model.shape, model.schedule, steps,
                 sampler="ancestral", prediction=model.prediction, chunk=self.config.diffusion.chunk,
@@ -108,20 +112,27 @@ class HostPolicy:
         self._eps = normal(seed, step, (len(data), *self.model.shape))
 
     def _begin_trajectories(self, data: TrajectoryData) -> None:
-        """On the batches that will be trained, by the function that trains them: the ratio begins with 1."""
+        """On the batches that will be trained, by the function that trains them, on the route that they will
+        run on: the ratio begins with 1.
+        """
+        if self.loop is not None:
+            self.loop.freeze()
+            self.model.unet.apply_route(self.loop.route())
         model, self._old_logp = self.model, np.empty(len(data))
         timesteps, self._table = step_table(model.schedule, len(data.timesteps), model.prediction)
         data.check(timesteps)
         for some in batches(self.config, data, passes=1):
             x, following, captions, t, rows, live = self._steps(data, some)
-            with tracks("bf16"):
+            with tracks(model.track):
                 output = model.evaluate(x, t, captions)
             logp, _ = log_probability(output, x, following, rows)
             self._old_logp[some] = logp[live > 0]
 
-    def _steps(self, data: TrajectoryData, some: slice) -> tuple[np.ndarray, ...]:
-        """(x, following, captions, t, rows, live) of the entries `some`, filled up to a whole batch."""
-        index, live = filled(some, self.config.align.batch)
+    def _steps(self, data: TrajectoryData, some: slice, size: int | None = None) -> tuple[np.ndarray, ...]:
+        """(x, following, captions, t, rows, live) of the entries `some`, filled up to a whole batch, or to
+        `size`.
+        """
+        index, live = filled(some, self.config.align.batch if size is None else size)
         row, step = data.row[index], data.step[index]
         x, following = data.latents[step, row], data.latents[step + 1, row]
         return x, following, data.captions[row], data.timesteps[step], self._table[step], live
@@ -132,12 +143,25 @@ class HostPolicy:
         """
         if data is not self._begun:
             raise ConfigError("policy_step: data is not what was begun; call begin(data) first")
-        self.parameters.zero_grad()
         step = {PairData: self._dpo, SampleData: self._nft, TrajectoryData: self._ppo}[type(data)]
-        loss, stats = step(data, some)
+
+        def once(part: slice) -> tuple[float, dict[str, float]]:
+            self.parameters.zero_grad()
+            return step(data, slice(some.start + part.start, some.start + part.stop))
+
+        loss, stats = self.learn(once, some.stop - some.start, lambda: self._pictures(data, some))
         result = StepResult(loss, clip_norm(self.parameters.grad, self.config.align.clip), stats)
         self._update(result, lr)
+        self.learned(own=False)
         return result
+
+    def _pictures(self, data: Data, some: slice) -> Pictures:
+        """The clean pictures that the entries `some` are about, at their noise levels."""
+        row = data.row[some]
+        if isinstance(data, TrajectoryData):
+            return Pictures(data.latents[-1][row], data.captions[row], data.timesteps[data.step[some]])
+        x0 = data.chosen if isinstance(data, PairData) else data.pictures
+        return Pictures(x0[row], data.captions[row], data.t[some], self._eps[some])
 
     def _dpo(self, data: PairData, some: slice) -> tuple[float, dict[str, float]]:
         c, model, row = self.config.align, self.model, data.row[some]
@@ -159,8 +183,11 @@ class HostPolicy:
 
     def _ppo(self, data: TrajectoryData, some: slice) -> tuple[float, dict[str, float]]:
         c = self.config
-        index, _ = filled(some, c.align.batch)
-        x, following, captions, t, rows, live = self._steps(data, some)
+        # A slice within a batch (of the loop's sampled steps) is not filled up
+        whole = some.start % c.align.batch == 0 and some.stop in (some.start + c.align.batch, len(data))
+        size = c.align.batch if whole else 1
+        index, _ = filled(some, size)
+        x, following, captions, t, rows, live = self._steps(data, some, size)
         return ppo_backward(
             self.model.policy, self._reference, x, following, captions, t, rows,
             data.advantage[data.row[index]].astype(np.float64), self._old_logp[index], c.ppo.clip, live,
@@ -178,7 +205,13 @@ class HostPolicy:
             share = np.float32(old_share(iteration))
             self.old *= share
             self.old += (1 - share) * self.parameters.data
+        self._end()
+
+    def _end(self) -> None:
+        """The data of `begin` are done with."""
         self._begun = None
+        if self.loop is not None:
+            self.loop.thaw()
 
     # ---------------------------------------------------------------------------------------------- snapshots
 
@@ -195,4 +228,5 @@ class HostPolicy:
         for name, array in self._changing().items():
             array[...] = snapshot.arrays[name]
         self.parameters.touch()
-        self.optimizer.count, self._begun = snapshot.updates, None
+        self.optimizer.count = snapshot.updates
+        self._end()

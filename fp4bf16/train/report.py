@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from .chart import Series, line_chart, number, smooth
 from .pictures import png
+from .report_routes import route_section
 
 STYLE = """
 :root { color-scheme: light; --ink: #22262b; --muted: #626870; --rule: #e3e5e8; --bad: #a8341c; }
@@ -91,13 +93,15 @@ def build_report(
     for line in metrics:
         by_stage.setdefault(line.get("stage", ""), []).append(line)
     summary = (by_stage.get("summary") or [{}])[-1]
+    config = json.loads(config_text)
     parts = [
-        _head(summary, facts),
+        _head(summary, facts, config.get("loop", {}).get("forward", "bf16")),
         _tiles(summary),
         _gallery(pairs),
         _curves(by_stage),
         _guards(summary),
         _fidelity(by_stage),
+        route_section(metrics, config),
         _times(summary),
         f"<details><summary>Configuration</summary><pre>{html.escape(config_text)}</pre></details>",
         "<footer>Written by fp4bf16. Every number stands in metrics.jsonl beside this page.</footer>",
@@ -109,11 +113,12 @@ def build_report(
     )
 
 
-def _head(summary: dict, facts: Sequence[str]) -> str:
+def _head(summary: dict, facts: Sequence[str], forward: str) -> str:
     lines = "".join(f"<p class=lead>{html.escape(fact)}</p>" for fact in facts)
     state = "" if summary else '<p class="bad">This run has not reached its end; what is there is shown.</p>'
     by = (summary.get("objective") or "dpo").upper()
-    return f"<h1>Explored in FP4, trained in BF16, aligned by {by}</h1>{lines}{state}"
+    trained = "trained in BF16" if forward == "bf16" else "trained with an FP4 forward"
+    return f"<h1>Explored in FP4, {trained}, aligned by {by}</h1>{lines}{state}"
 
 
 def _tiles(summary: dict) -> str:

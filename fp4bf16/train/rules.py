@@ -48,6 +48,14 @@ _POSITIVE = (
     "ppo.advantage_clip",
     "ppo.epochs",
     "data.shuffle",
+    "loop.every",
+    "loop.decide",
+    "loop.curvature_every",
+    "loop.probes",
+    "loop.buckets",
+    "loop.cooldown",
+    "loop.consistency_layers",
+    "loop.target",
     "eval.seeds",
     "eval.steps",
 )
@@ -61,6 +69,11 @@ _RANGES = (
     ("lora.alpha", 0, 1e6),
     ("nft.kl", 0, 1e6),
     ("diffusion.guidance", -100, 100),
+    ("loop.budget", 0, 1e3),
+    ("loop.hysteresis", 0, 1e3),
+    ("loop.limit", 0, 1e6),
+    ("loop.consistency", 0, 1e6),
+    ("loop.probes", 1, 4096),
 )
 
 
@@ -81,6 +94,7 @@ def check(config: Config) -> Config:
                 f"steps than that; use {steps} at most"
             )
     rules = [*_model_rules(config), *_training_rules(config), *_align_rules(config), *_word_rules(config)]
+    rules += _loop_rules(config)
     for name, low, high in _RANGES:
         value = _setting(config, name)
         if not low <= value <= high:
@@ -89,9 +103,11 @@ def check(config: Config) -> Config:
         if not holds:
             raise ConfigError(sentence)
     parse_weights(config.align.reward)
-    for pattern, track in config.route.items():
-        if track not in TRACKS:
-            raise ConfigError(f"route: pattern {pattern!r} has track {track!r}{nearest(track, TRACKS)}")
+    for i, route in enumerate((config.route, *config.routes)):
+        for pattern, track in route.items():
+            if track not in TRACKS:
+                name = f"routes: number {i}, " if i else "route: "
+                raise ConfigError(f"{name}pattern {pattern!r} has track {track!r}{nearest(track, TRACKS)}")
     return config
 
 
@@ -174,7 +190,54 @@ _WORDS = {
     "align.pairs": ("rollouts", "data"),
     "align.train_on": ("bf16", "fp4"),
     "align.guard": ("hold", "warn"),
+    "loop.forward": ("bf16", "fp4", "router"),
+    "loop.sensitivity": ("outputs", "fisher", "hutchinson", "hutch++"),
+    "loop.latency": ("model", "measured"),
 }
+
+
+def _loop_rules(c: Config) -> list[tuple[bool, str]]:
+    o, given = c.loop, len(c.routes) - 1
+    return [
+        (
+            o.decide % o.every == 0,
+            f"loop.decide: is {o.decide}, but decisions are made on sampled steps, each {o.every}th "
+            f"(loop.every); use a multiple of it",
+        ),
+        (
+            o.curvature_every % o.every == 0,
+            f"loop.curvature_every: is {o.curvature_every}, but curvature is measured on sampled steps, each "
+            f"{o.every}th (loop.every); use a multiple of it",
+        ),
+        (
+            o.sensitivity != "hutch++" or o.probes >= 3,
+            f"loop.probes: is {o.probes}, but hutch++ shares them out to three parts; use 3 or more",
+        ),
+        (
+            o.jump == 0 or 1 < o.jump < math.inf,
+            f"loop.jump: is {o.jump}, but it is a factor over 1 that norms may jump by; use e.g. 8, or 0 to "
+            f"allow any",
+        ),
+        (
+            o.buckets <= c.diffusion.timesteps,
+            f"loop.buckets: is {o.buckets}, but there are {c.diffusion.timesteps} noise levels "
+            f"(diffusion.timesteps); use that many at most",
+        ),
+        (
+            not c.routes or given >= 1,
+            "routes: has one route, but the last is that of training and at least one of a bucket is needed; "
+            "give --route a file of them",
+        ),
+        (
+            not c.routes or o.forward != "router" or given in (1, o.buckets),
+            f"routes: are of {given} buckets, but loop.buckets is {o.buckets}; set loop.buckets={given}",
+        ),
+        (
+            given <= c.diffusion.timesteps,
+            f"routes: are of {given} buckets, but there are {c.diffusion.timesteps} noise levels "
+            f"(diffusion.timesteps); give fewer",
+        ),
+    ]
 
 
 def _word_rules(c: Config) -> list[tuple[bool, str]]:

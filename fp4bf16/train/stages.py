@@ -33,7 +33,11 @@ def train_base(run: Run) -> None:
         loss, norm, _ = engine.base_step(feed.at(step), step, lr)
         skips.finite(loss, norm)
         rate, memory = c.batch / (time.perf_counter() - began), engine.memory()
-        run.log(step=step + 1, loss=loss, grad_norm=norm, lr=lr, images_per_second=round(rate, 1), **memory)
+        run.log(
+            step=step + 1, loss=loss, grad_norm=norm, lr=lr, images_per_second=round(rate, 1), **memory,
+            **run.loop_line(),
+        )  # fmt: skip
+        run.log_loop()
         run.progress.step(loss=loss, **{"images/s": rate}, **memory)
         last = step + 1 == c.steps
         run.done(step + 1, save=not last and (step + 1) % c.checkpoint_every == 0)

@@ -25,6 +25,7 @@ from ..align.rollout import choose_prompts
 from ..diffusion.noise import subseed
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..nn.lora import LoRA
+from ..routing import ClosedLoop
 from .checkpoint import give, take
 from .config import Config
 from .denoiser import Denoiser
@@ -130,6 +131,22 @@ class Run:
         line = {"stage": self.stage, **values, "seconds": round(self.seconds, 3)}
         self.folder.log(**{k: _finite(v) for k, v in line.items()})
 
+    @property
+    def loop(self) -> ClosedLoop | None:
+        """The closed loop of the engine, None where its forward is on BF16."""
+        return getattr(self.engine, "loop", None)
+
+    def loop_line(self) -> dict[str, Any]:
+        """For the line of a training step: {"loop": what the closed loop measured}; {} without one."""
+        return {} if self.loop is None else {"loop": self.loop.line()}
+
+    def log_loop(self) -> None:
+        """A line for each event of the closed loop: before the next step, so that its decisions are there
+        when they first hold.
+        """
+        for event in () if self.loop is None else self.loop.drain():
+            self.log(**{**event, "stage": "router"})
+
     def done(self, step: int, save: bool = False) -> None:
         """Step number `step` of the stage (from 1) is complete. Saves where asked or before stopping."""
         self.step = step
@@ -197,6 +214,8 @@ class Run:
             "data": self.task.identity,
             "streams": self._positions | opened,
         }
+        if self.loop is not None:
+            meta["loop"] = self.loop.state()
         self.folder.save(arrays | give(self.arrays, "result"), meta)
 
     def restore(self, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
@@ -212,6 +231,9 @@ class Run:
             self.panel.load_state_dict(take(arrays, "panel"))
             self.arrays, self.results = take(arrays, "result"), meta["results"]
             self.counters = meta.get("counters", {})
+            if self.loop is not None:
+                self.loop.restore(meta["loop"])
+                self.loop.replay(self.folder.decisions)
             self._positions = meta.get("streams", {})
             self.stage, self.step = meta["stage"], int(meta["step"])
             if self.stage not in STAGES:
