@@ -323,3 +323,116 @@ def test_checkpoint_is_the_cpus(whole):
     assert set(policy) == set(average) == set(checkpoint.take(arrays, "adam.first"))
     assert {a.dtype for a in policy.values()} == {np.dtype(np.float32)}
     assert any(not np.array_equal(policy[k], average[k]) for k in policy)
+
+
+# ---- the closed loop ---------------------------------------------------------------------------------------
+LOOP = ["loop.forward=router", "loop.every=2", "loop.decide=4", "loop.curvature_every=4", "loop.budget=1",
+        "loop.cooldown=2", "loop.buckets=2"]  # fmt: skip
+UNSAMPLED = ["loop.forward=fp4", *(f"loop.{name}=1000" for name in ("every", "decide", "curvature_every"))]
+
+
+@pytest.mark.parametrize("consistency", [0.0, 0.1])
+def test_graphs_of_the_loop_do_what_calls_do(consistency, monkeypatch, rng):
+    """Steps on several routes, sampled ones, a layer held for a while, DPO on the route, pictures by buckets:
+    captured and not, bit for bit.
+    """
+    config = override(get_preset("emoji32"), [*LOOP, "base.batch=48", "align.prompts=2",
+                                              f"loop.consistency={consistency}"])  # fmt: skip
+    row, t, states, pictures = rng.integers(0, 3, 7), rng.integers(0, 1000, 7), [], None
+    for captured in (True, False):
+        if not captured:
+            monkeypatch.setattr(graph, "_Captured", graph._Eager)
+        engine, data = engines(config)
+        if pictures is None:
+            shape = (2, 3, *engine.model.shape)
+            pictures = np.tanh(rng.standard_normal(shape)).astype(np.float32)
+        results = [engine.base_step(data, step, 1e-3) for step in range(5)]
+        fast = [n for n, track in engine.loop.route().items() if track == "fp4"]
+        assert fast
+        engine.loop.constraint.punish(engine.loop.number, {fast[0]: "a test"})
+        results += [engine.base_step(data, step, 1e-3) for step in range(5, 9)]
+        engine.begin_alignment()
+        bags = (np.arange(3 * len(engine.model.vocabulary)) % 97 == 0).reshape(3, -1).astype(np.float32)
+        pairs = PairData(*pictures, bags, row, t, (1, 2))
+        engine.begin(pairs)
+        results += [engine.policy_step(pairs, s, 1e-4) for s in (slice(0, 4), slice(4, 7))]
+        assert results[9].loss == np.log(2)
+        engine.end_iteration(0)
+        engine.model.routes = engine.loop.routes()
+        drawn = engine.draw(range(5), ["angry face"] * 5, 4, "fp4")
+        assert np.isfinite(drawn).all() and all(r.finite for r in results)
+        states.append((results, engine.state(), drawn, engine.loop.state()))
+    (a, one, drawn, told), (b, two, again, heard) = states
+    assert a == b and told == heard
+    np.testing.assert_array_equal(drawn, again)
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, two[name], err_msg=name)
+
+
+def test_graphs_of_many_routes_take_no_more_memory():
+    """What is dropped for a new route goes back."""
+    from fp4bf16.routing import RouteSet
+    from fp4bf16.train.device_sampler import KEPT
+
+    engine, data = engines(override(get_preset("ci"), UNSAMPLED))
+    plain, held = engine.loop._plain.training, []
+    fast = [n for n, track in plain.items() if track == "fp4"]
+    for step in range(3 * KEPT):
+        engine.loop._plain = RouteSet([plain | dict.fromkeys(fast[: step % (2 * KEPT)], "bf16")])
+        assert engine.base_step(data, step, 1e-3).finite
+        held.append(engine.memory()["gpu_mb"])
+    assert sum(key[0] == "base" for key in engine._graphs) == KEPT
+    assert max(held[2 * KEPT :]) <= 1.05 * max(held[: 2 * KEPT])
+
+
+def test_weights_that_jump_are_on_bf16_in_the_same_step():
+    """Nothing stays of the attempt: state and numbers are those of the route without the layer."""
+    from fp4bf16.routing import RouteSet
+
+    config = override(get_preset("ci"), UNSAMPLED)
+    found, name = [], "up_blocks.1.resnets.0.conv1.weight"
+    for known in (False, True):
+        engine, data = engines(config)
+        results = [engine.base_step(data, step, 1e-3) for step in range(7)]
+        weights = engine.parameters.to_host()
+        engine.parameters.from_host(weights | {name: weights[name] * 1000})
+        if known:
+            engine.loop._plain = RouteSet([engine.loop._plain.training | {name: "bf16"}])
+        results.append(engine.base_step(data, 7, 1e-3))
+        events = engine.loop.drain()
+        assert [e["layer"] for e in events] == ([] if known else [name])
+        found.append((results, engine.state()))
+    (a, one), (b, two) = found
+    assert a == b
+    for array, other in zip(one.values(), two.values(), strict=True):
+        np.testing.assert_array_equal(array, other)
+
+
+def test_measured_latencies(tmp_path, monkeypatch):
+    """Every product on both tracks, in the table of the cache; plausible beside the step that holds them."""
+    monkeypatch.setenv("FP4BF16_CACHE_DIR", str(tmp_path))
+    engine, data = engines(override(get_preset("emoji32"), [*LOOP, "base.batch=64", "loop.latency=measured"]))
+    for step in range(2):
+        engine.base_step(data, step, 1e-3)
+    saved = [engine.loop.router.saved_us(name) for name in engine.loop.free]
+    assert None not in saved and all(abs(s) < 1e4 for s in saved)
+    assert list(tmp_path.rglob("*.json"))
+
+
+def test_run_with_the_loop_resumes_to_the_same_bytes(tmp_path, monkeypatch):
+    config, real = override(get_preset("ci"), LOOP), Run.done
+    train(config, tmp_path / "whole", said(), "cuda")
+    assert lines(tmp_path / "whole")[0]["loop"]["fp4_share"] is not None
+
+    def done(self, at, save=False):
+        if (self.stage, at) == ("base", 17):
+            self.stop.asked = 2
+        real(self, at, save)
+
+    monkeypatch.setattr(Run, "done", done)
+    with pytest.raises(Stopped):
+        train(config, tmp_path / "parted", said(), "cuda")
+    monkeypatch.setattr(Run, "done", real)
+    train(config, tmp_path / "parted", said(), "cuda")
+    whole, parted = ((tmp_path / n / "checkpoint.safetensors").read_bytes() for n in ("whole", "parted"))
+    assert whole == parted

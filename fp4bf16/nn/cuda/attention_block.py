@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 from ...adapters import DeviceArray
 from ...backends import cuda_attention
 from .blocks import summed
-from .products import Group, Layer, Norm, Part, input_gradient, normed, pictures, product, weight_gradient
+from .products import (
+    Group,
+    Layer,
+    Norm,
+    Part,
+    input_gradient,
+    normed,
+    passed,
+    pictures,
+    product,
+    weight_gradient,
+)  # fmt: skip
 from .workspace import Pictures, Run, part, seen
 
 
@@ -87,16 +98,17 @@ class AttentionBlock:
     # ---- backward
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         shape = kept.x.shape
-        weight_gradient(run, self.outward, kept.again_out(run), g)
-        d = input_gradient(run, self.outward, kept.track, g, shape)
+        own = passed(run, self.outward, g)  # what is added to x afterwards is no part of the layer
+        weight_gradient(run, self.outward, kept.again_out(run), own)
+        d = input_gradient(run, self.outward, kept.track, own, shape)
         dqkv = run.empty(kept.qkv.shape)
         self._attention_backward(run, kept, d, dqkv)
         x, statistics, again, parts = kept.x, kept.statistics, kept.again, kept.parts
-        del d, kept
+        del d, kept, own
         value = {kind: f(run) for kind, f in again.items()}
         gradient = None
         for p in parts:
-            own = part(dqkv, p.start, p.layer.o)
+            own = passed(run, p.layer, part(dqkv, p.start, p.layer.o))
             weight_gradient(run, p.layer, value[p.track], own)
             gradient = input_gradient(run, p.layer, p.track, own, shape, gradient)
         del value

@@ -23,7 +23,7 @@ from ... import device
 from ...adapters import DeviceArray
 from ...backends import cuda_conv, cuda_elementwise
 from ...interop import BFLOAT16
-from .products import Layer, input_gradient, pictures, product, upsampled, weight_gradient
+from .products import Layer, input_gradient, passed, pictures, product, upsampled, weight_gradient
 from .workspace import Pictures, Run
 
 
@@ -60,6 +60,7 @@ class Downsample:
         return result, Kept(track, feed.again, x.array.shape) if run.recording else None
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        g = passed(run, self.layer, g)
         weight_gradient(run, self.layer, kept.again(run), g)
         return input_gradient(run, self.layer, kept.track, g, kept.shape, add)
 
@@ -83,6 +84,7 @@ class Upsample:
         return result, Kept(track, feed.again, x.array.shape) if run.recording else None
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        g = passed(run, self.layer, g)
         weight_gradient(run, self.layer, kept.again(run), g)
         n, h, w, c = kept.shape
         wide = input_gradient(run, self.layer, kept.track, g, (n, 2 * h, 2 * w, c))

@@ -17,7 +17,19 @@ from ...adapters import DeviceArray
 from ...backends import cuda_conv, cuda_elementwise
 from ...backends.cuda_gemm import round_up
 from .blocks import Kept
-from .products import Feed, Layer, Norm, given, input_gradient, normed, pictures, product, weight_gradient
+from .products import (
+    Feed,
+    Layer,
+    Norm,
+    given,
+    input_gradient,
+    normed,
+    observed,
+    passed,
+    pictures,
+    product,
+    weight_gradient,
+)  # fmt: skip
 from .workspace import Pictures, Run, converted, part, shaped
 
 _FEW_CHANNELS = 16  # of pictures: their 3 x 3 patches have 144 values at most, a layer's result 128 or more
@@ -42,18 +54,24 @@ class First:
         self.rows = pointwise(layer, layer.o, layer.kh * layer.kw * layer.c)
 
     def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Kept | None]:
-        layer, track, x = self.layer, self.layer.track, x.array
-        if track == "fp4":
-            feed = pictures(run, part(converted(run, x, round_up(layer.c, 8)), 0, layer.c), track)
-        else:
-            if layer.c <= _FEW_CHANNELS:
-                layer, wide = self.rows, self._patches(run, x)
-            else:
-                wide = converted(run, x, round_up(layer.c, 8))
-            run.hold("saved BF16", wide)
-            feed = Feed(wide, None, partial(given, part(wide, 0, layer.c)))
+        track, x = self.layer.track, x.array
+        feed, layer = self._feed(x, run, track)
+        if run.watchers:
+            feed = feed._replace(other=partial(self._feed, x))
         result = product(run, layer, feed, out, sums)
         return result, Kept(track, feed.again, x.shape, layer) if run.recording else None
+
+    def _feed(self, x: DeviceArray, run: Run, track: str) -> tuple[Feed, Layer]:
+        """x as the product reads it, and which layer that is."""
+        layer = self.layer
+        if track == "fp4":
+            return pictures(run, part(converted(run, x, round_up(layer.c, 8)), 0, layer.c), track), layer
+        if layer.c <= _FEW_CHANNELS:
+            layer, wide = self.rows, self._patches(run, x)
+        else:
+            wide = converted(run, x, round_up(layer.c, 8))
+        run.hold("saved BF16", wide)
+        return Feed(wide, None, partial(given, part(wide, 0, layer.c))), layer
 
     def _patches(self, run: Run, x: DeviceArray) -> DeviceArray:
         wide = run.empty((*self.output(x.shape)[:3], round_up(self.rows.c, 8)))
@@ -61,7 +79,7 @@ class First:
         return wide
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: None = None) -> None:
-        weight_gradient(run, kept.more, kept.again(run), g)
+        weight_gradient(run, kept.more, kept.again(run), passed(run, kept.more, g))
 
 
 class Last:
@@ -80,6 +98,7 @@ class Last:
         if self.few and track == "bf16" and layer.c <= _FEW_INPUTS:
             cuda_elementwise.conv2d_few(feed.x, layer.sixteen(run), layer.bias(run), out,
                                         layer.geometry(feed.x.shape), run.stream)  # fmt: skip
+            observed(run, layer, feed, out)
         else:
             product(run, layer, feed, out)
         if not run.recording:
@@ -88,6 +107,7 @@ class Last:
         return Pictures(out), Kept(track, feed.again, x.array.shape, (x.array, statistics))
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
+        g = passed(run, self.layer, g)
         g = part(converted(run, g, round_up(self.layer.o, 8)), 0, self.layer.o)
         again = kept.again(run)
         if self.few:

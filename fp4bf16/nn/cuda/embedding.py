@@ -8,7 +8,7 @@ from ...adapters import DeviceArray
 from ...backends import cuda_conv, cuda_elementwise, cuda_math
 from ...backends.cuda_gemm import filled, round_up
 from ...device import call
-from .products import Feed, Group, Layer, input_gradient, pictures, product, weight_gradient
+from .products import Feed, Group, Layer, input_gradient, passed, pictures, product, weight_gradient
 from .workspace import Run, converted, part, seen, shaped
 
 
@@ -67,6 +67,7 @@ class Time:
                 g = run.empty((n, 1, 1, p.layer.o))  # (layers, N, O) -> (N, layers, O)
                 call("convert", self.gradient(run, first).address, 0, n, count, width, width, n * width, 1,
                      g.address, 1, width, run.stream)  # fmt: skip
+                g = passed(run, p.layer, g)
                 weight_gradient(run, p.layer, again[p.track], g)
                 total = input_gradient(run, p.layer, p.track, g, self.value.shape, total, "float32")
         return total
@@ -166,8 +167,10 @@ class Embedding:
             geometry = cuda_conv.Geometry(batch, 1, 1, 1, 1, count, 1, 1, 1, 0, 0)
             cuda_conv.wgrad(geometry, kept.words, d, shaped(target, (count, 1, 1, self.dim)), run.stream,
                             accumulate=True)  # fmt: skip
+        d = passed(run, self.linear2, d)
         weight_gradient(run, self.linear2, kept.second(run), d)
         g = input_gradient(run, self.linear2, kept.tracks[1], d, kept.inner.shape)
         d = run.empty(g.shape)
         cuda_elementwise.silu_backward(g, kept.inner, d, run.stream)
+        d = passed(run, self.linear1, d)
         weight_gradient(run, self.linear1, kept.first(run), d)

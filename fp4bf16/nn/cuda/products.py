@@ -9,9 +9,10 @@ that the forward multiplied; dX = g W^ with the decoded twin, or the master (`Ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...adapters import ITEMSIZE, DeviceArray, contiguous_strides
@@ -21,9 +22,20 @@ from ...errors import ConfigError
 from ...tracks import resolve_track
 from .workspace import Pictures, Run, decoded, quantize, rows, seen, shaped
 
+#: A run and a track to the same pictures as a product on that track reads them, and the layer that reads them
+#: so, None: the same one.
+Other = Callable[[Run, str], "tuple[Feed, Layer | None]"]
+
 
 class Layer:
-    """A convolution or linear layer of the model, seen as a convolution; its parameters begin with `name`."""
+    """A convolution or linear layer of the model, seen as a convolution; its parameters begin with `name`.
+
+    members: (name in routes, first output, outputs) of the layers that it stands for: itself, or those of a
+    `Group`. joined: whether what is added to the product is part of the layer's result, as the CPU has it.
+    group: that it is the whole of.
+    """
+
+    joined, group = False, None
 
     def __init__(self, name: str, module: Any):
         self.name, self.module = name, module
@@ -32,6 +44,7 @@ class Layer:
         self.stride, padding = getattr(module, "stride", 1), getattr(module, "padding", 0)
         pads = ((padding, padding),) * 2 if isinstance(padding, int) else padding
         (self.top, self.bottom), (self.left, self.right) = pads
+        self.members = [(f"{name}.weight", 0, self.o)]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -45,6 +58,10 @@ class Layer:
             raise ConfigError(f"{self.name}: its track is {track!r}, but on the GPU a network runs on 'fp4' "
                               f"and 'bf16'; apply a route of these, or keep it on the CPU")  # fmt: skip
         return track
+
+    def on(self, track: str) -> list[tuple[Layer, int]]:
+        """The products that it is on a track, and the output that each begins at."""
+        return [(self, 0)] if self.group is None else [(p.layer, p.start) for p in self.group.on(track)]
 
     def output(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the result for pictures of `shape`."""
@@ -126,7 +143,11 @@ class Group:
     def __init__(self, layers: list[Layer], layout: Any):
         self.layers, self.o = layers, sum(layer.o for layer in layers)
         self.whole = copy(layers[0])
-        self.whole.o = self.o
+        self.whole.o, self.whole.group = self.o, self
+        starts = [sum(layer.o for layer in layers[:i]) for i in range(len(layers))]
+        self.whole.members = [
+            (f"{layer.name}.weight", s, layer.o) for layer, s in zip(layers, starts, strict=True)
+        ]
         weights, biases = ([f"{layer.name}.{part}" for layer in layers] for part in ("weight", "bias"))
         counts, sizes = [layer.o for layer in layers], [math.prod(layer.shape) for layer in layers]
         self._on = set()
@@ -143,7 +164,13 @@ class Group:
 
     def parts(self) -> list[Part]:
         """The products of this call."""
-        tracks = [layer.track for layer in self.layers]
+        return self._parts([layer.track for layer in self.layers])
+
+    def on(self, track: str) -> list[Part]:
+        """The products of a call whose layers all run on `track`."""
+        return self._parts([track] * len(self.layers))
+
+    def _parts(self, tracks: list[str]) -> list[Part]:
         if len(set(tracks)) == 1 and tracks[0] in self._on:
             return [Part(self.whole, tracks[0], 0)]
         starts = [sum(layer.o for layer in self.layers[:i]) for i in range(len(self.layers))]
@@ -161,12 +188,13 @@ class Feed(NamedTuple):
 
     x: E4M3 (N, H, W, C rounded up to 16) with `scale`, one for all or one a picture; or BF16, `scale` None.
     again: a function of the `Run` that gives them in BF16 (N, H, W, C) in the backward; None where there
-    will be none.
+    will be none. other: gives them on another track, for the watchers of a run; None where there are none.
     """
 
     x: DeviceArray
     scale: DeviceArray | None
     again: Callable[[Run], DeviceArray] | None
+    other: Other | None = None
 
 
 def given(array: DeviceArray, run: Run) -> DeviceArray:
@@ -216,6 +244,11 @@ def normed(run: Run, norm: Norm, x: Pictures, silu: bool, track: str) -> tuple[F
 
     A norm that the backward computes again has to have the same bits: it keeps the sums over x.
     """
+    if run.watchers:
+        watchers, run.watchers = run.watchers, ()
+        feed, statistics = normed(run, norm, x, silu, track)
+        run.watchers = watchers
+        return feed._replace(other=partial(_normed_on, norm, x, silu)), statistics
     statistics = norm.statistics(run, x.array) if run.recording else {}
     if track == "fp4" and x.array.shape[3] % 16 == 0:
         return _normed_fp4(run, norm, x, silu, statistics), statistics
@@ -231,6 +264,10 @@ def normed(run: Run, norm: Norm, x: Pictures, silu: bool, track: str) -> tuple[F
         run.hold("statistics", *x.sums)
         again = partial(_normed_again, norm, x, silu)
     return Feed(y, None, again), statistics
+
+
+def _normed_on(norm: Norm, x: Pictures, silu: bool, run: Run, track: str) -> tuple[Feed, None]:
+    return normed(run, norm, x, silu, track)[0], None
 
 
 def _normed_again(norm: Norm, x: Pictures, silu: bool, run: Run) -> DeviceArray:
@@ -279,9 +316,10 @@ def pictures(run: Run, x: DeviceArray, track: str, kept: bool = False) -> Feed:
     kept: whether something else keeps x for the backward.
     """
     keep = partial(given, x) if run.recording else None
+    other = partial(_pictures_on, x) if run.watchers else None
     if track == "bf16":
         run.hold(None if kept else "saved BF16", x)
-        return Feed(x, None, keep)
+        return Feed(x, None, keep, other)
     n, h, w, c = x.shape
     expanded = run.empty((n, h, w, round_up(c, 16)), "uint8")
     results = {"expanded": expanded, "outer_scale": run.empty((n,), "float32")}
@@ -296,7 +334,11 @@ def pictures(run: Run, x: DeviceArray, track: str, kept: bool = False) -> Feed:
     _quantise_pictures(run, x, results)
     if run.recording and again is None:
         again = _kept(run, results["packed"], results["block_scale"], outer, h * w, x.shape)
-    return Feed(expanded, outer, again)
+    return Feed(expanded, outer, again, other)
+
+
+def _pictures_on(x: DeviceArray, run: Run, track: str) -> tuple[Feed, None]:
+    return pictures(run, x, track), None
 
 
 def _quantise_pictures(run: Run, x: DeviceArray, results: dict[str, DeviceArray]) -> None:
@@ -315,7 +357,12 @@ def upsampled(run: Run, x: DeviceArray, track: str) -> Feed:
     """x at twice its size, each pixel as a 2 x 2 patch, as a product on `track` reads it."""
     small = pictures(run, x, track)
     again = None if small.again is None else partial(_upsampled_again, small.again)
-    return Feed(doubled(run, small.x), small.scale, again)
+    other = partial(_upsampled_on, x) if run.watchers else None
+    return Feed(doubled(run, small.x), small.scale, again, other)
+
+
+def _upsampled_on(x: DeviceArray, run: Run, track: str) -> tuple[Feed, None]:
+    return upsampled(run, x, track), None
 
 
 def _upsampled_again(again: Callable[[Run], DeviceArray], run: Run) -> DeviceArray:
@@ -334,6 +381,7 @@ def doubled(run: Run, x: DeviceArray) -> DeviceArray:
 #: normalised from registers, and little work is over sooner in one kernel (measured on an H200). So the last
 #: bits of a picture may depend on the batch, as they do by the tiles that are chosen for it.
 SUMMED_IMAGE, SUMMED_BATCH = 256, 65536
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def _sums_pay(geo: cuda_conv.Geometry) -> bool:
@@ -348,6 +396,7 @@ def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, sums: bool = Fal
     sums: whether a norm reads d; then what is returned has them, where they pay and the kernel for these
     operands makes them.
     """
+    scale = None
     if feed.scale is None:
         operands = {"x16": feed.x, "w16": layer.sixteen(run)}
     else:
@@ -358,7 +407,22 @@ def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, sums: bool = Fal
     parts = cuda_conv.sum_parts(geometry, d, **operands) if sums and _sums_pay(geometry) else 0
     made = run.empty((geometry.n, parts, geometry.o, 2), "float32") if parts else None
     cuda_conv.forward(geometry, d, run.stream, sums=made, **operands)
+    observed(run, layer, feed, d, scale, finish)
     return Pictures(d, () if made is None else (made,))
+
+
+def observed(run: Run, layer: Layer, feed: Feed, d: DeviceArray | None, scale: DeviceArray | None = None,
+             finish: Mapping[str, Any] = _NOTHING) -> None:  # fmt: skip
+    """Show a product to the watchers of the run; see `watch.RunWatcher.product`."""
+    for watcher in run.watchers:
+        watcher.product(run, layer, feed, scale, d, finish)
+
+
+def passed(run: Run, layer: Layer, g: DeviceArray) -> DeviceArray:
+    """The gradient in a product's result as the watchers of the run pass it on."""
+    for watcher in run.watchers:
+        g = watcher.gradient(run, layer, g)
+    return g
 
 
 def weight_gradient(run: Run, layer: Layer, x: DeviceArray, g: DeviceArray, bias: bool = True) -> None:

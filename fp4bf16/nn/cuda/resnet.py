@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 
 from ...adapters import DeviceArray
 from .blocks import summed
-from .products import Layer, Norm, input_gradient, normed, pictures, product, weight_gradient
+from .products import (
+    Layer,
+    Norm,
+    input_gradient,
+    normed,
+    observed,
+    passed,
+    pictures,
+    product,
+    weight_gradient,
+)
 from .workspace import Pictures, Run, shaped
 
 
@@ -34,6 +44,7 @@ class ResnetBlock:
     def __init__(self, name: str, module: Any):
         self.norm1, self.norm2 = (Norm(f"{name}.{n}", getattr(module, n)) for n in ("norm1", "norm2"))
         self.conv1, self.conv2 = (Layer(f"{name}.{n}", getattr(module, n)) for n in ("conv1", "conv2"))
+        self.conv2.joined = True
         self.projection = self._optional(name, module, "time_emb_proj")
         self.shortcut = self._optional(name, module, "conv_shortcut")
 
@@ -70,6 +81,7 @@ class ResnetBlock:
             return {"residual": x}, None
         feed = pictures(run, x, tracks[2], kept=True)
         if tracks[1:3] == ("fp4", "bf16"):
+            observed(run, self.shortcut, feed, None)
             weight = shaped(self.shortcut.sixteen(run), (self.shortcut.o, self.shortcut.c))
             return {"x16": x, "w16": weight, "on_output": True, "bias2": self.shortcut.bias(run)}, feed.again
         residual = run.empty(self.output(x.shape))
@@ -80,17 +92,20 @@ class ResnetBlock:
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         x, h, again1, again2, again_shortcut, statistics1, statistics2, tracks = kept
         del kept
+        g = passed(run, self.conv2, g)
         weight_gradient(run, self.conv2, again2(run), g)
         d = input_gradient(run, self.conv2, tracks[1], g, h.shape)
         dshift = None if self.projection is None else run.time.gradient(run, self.projection)
         dh = self.norm2.backward(run, h, d, True, statistics2, dshift=dshift)
         del again2, h, d
+        dh = passed(run, self.conv1, dh)
         weight_gradient(run, self.conv1, again1(run), dh)
         d = input_gradient(run, self.conv1, tracks[0], dh, x.shape)
         del again1, dh
         if self.shortcut is None:
             add = summed(run, g, add)
         else:
+            g = passed(run, self.shortcut, g)
             weight_gradient(run, self.shortcut, again_shortcut(run), g)
             add = input_gradient(run, self.shortcut, tracks[2], g, x.shape, add)
         return self.norm1.backward(run, x, d, True, statistics1, add)

@@ -31,6 +31,7 @@ from .embedding import Embedding, Projections
 from .parameters import DeviceParameters
 from .products import Layer, Norm
 from .resnet import ResnetBlock
+from .watch import current
 from .workspace import GRADIENTS, SAVES, Pictures, Run, beside, part, shaped
 
 _MULTIPLE = 8  # of all channels inside the network: 16 bytes of BF16
@@ -146,7 +147,7 @@ class Network:
 
     def run(self, weights: Any, recording: bool) -> Run:
         return Run(weights, self.model.flat, self.like, recording, self.save, self.backward_with,
-                   self.accumulate)  # fmt: skip
+                   self.accumulate, current())  # fmt: skip
 
     def forward(self, run: Run, x: DeviceArray, t: DeviceArray, labels, captions) -> tuple[DeviceArray, list]:
         """(prediction, what each step kept), the embedding's first."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ... import device
@@ -55,11 +56,12 @@ class Run:
         held: bytes kept for the backward, by kind.
         twins: of the weights, decoded for the backward (`products.Layer.seen`), by the length of their rows.
         time: what the residual blocks read of the time embedding (`embedding.Time`).
+        watchers: what looks at the products of a recorded run (`watch`).
     """
 
     def __init__(
         self, weights: Any, gradients: Any, like: DeviceArray, recording: bool, save: str, backward: str,
-        accumulate: str,
+        accumulate: str, watchers: tuple = (),
     ):  # fmt: skip
         self.weights, self.gradients, self.like = weights, gradients, like
         self.version = weights.version
@@ -69,6 +71,17 @@ class Run:
         self._counted: set[tuple[int, int]] = set()
         self.twins: dict[int, DeviceArray] = {}
         self.time: Any = None
+        self.watchers = watchers if recording else ()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is computed inside is no part of the pass: nothing is kept for backward, nobody watches."""
+        before = self.recording, self.watchers
+        self.recording, self.watchers = False, ()
+        try:
+            yield
+        finally:
+            self.recording, self.watchers = before
 
     def empty(self, shape: Sequence[int], dtype: str = "bfloat16", hold: str | None = None) -> DeviceArray:
         """New memory; `hold` is the kind under which it is counted where it is kept for the backward."""
