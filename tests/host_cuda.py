@@ -27,6 +27,7 @@ import pytest
 from fp4bf16 import device
 from fp4bf16.adapters import DeviceArray, _dtype_name
 from fp4bf16.backends import cpu_quantize, cuda, cuda_math
+from fp4bf16.backends.threads import blas_limit
 from fp4bf16.formats import FORMATS
 from fp4bf16.interop import BFLOAT16
 from fp4bf16.python_ref.formats import E2M1, E4M3, E8M0, encode_e4m3, unpack
@@ -95,7 +96,7 @@ class HostCuda(cuda.Library):
     def __init__(self):
         self.ffi, self.header = _declarations()
         self.path, self.calls, self.streams = HEADER, Counter(), []
-        self._error = self.ffi.new("char[]", 512)
+        self._error, self._word = self.ffi.new("char[]", 512), self.ffi.typeof("uintptr_t")
         self.lib = SimpleNamespace(fp4bf16_last_error=lambda: self._error)
         define = self._define
         define("quantize", "const fp4bf16_quantize_args*, void*", self.quantize)
@@ -139,7 +140,7 @@ class HostCuda(cuda.Library):
         setattr(self.lib, f"fp4bf16_{name}", self.ffi.callback(signature, guarded, error=4))
 
     def at(self, pointer) -> int:
-        return int(self.ffi.cast("uintptr_t", pointer))
+        return int(self.ffi.cast(self._word, pointer))
 
     @staticmethod
     def _count(count) -> int:
@@ -445,13 +446,17 @@ def put(array, place: int = 0) -> FakeArray:
 
 @pytest.fixture
 def host_cuda(monkeypatch):
-    """`HostCuda` in place of the library, with `.fake`, the framework of `FakeArray`."""
+    """`HostCuda` in place of the library, with `.fake`, the framework of `FakeArray`.
+
+    NumPy's products run on one thread meanwhile: OpenBLAS's others would spin on after each small one.
+    """
     library, fake = HostCuda(), Fake()
     library.fake = fake
     monkeypatch.setattr(cuda, "load", lambda: library)
     monkeypatch.setitem(device._FRAMEWORKS, "fake", fake)
     monkeypatch.setitem(device._KINDS, FakeArray, fake)
-    return library
+    with blas_limit():
+        yield library
 
 
 assert ctypes.sizeof(ctypes.c_void_p) == 8, "addresses are read as 64 bits"

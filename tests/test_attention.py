@@ -128,10 +128,13 @@ def test_constant_values_come_back(rng, track):
 @pytest.mark.parametrize("format", ["nvfp4_exact", "nvfp4", "mxfp4", "fp8"])
 @pytest.mark.parametrize("track", ["fp4", "dual"])
 def test_low_precision_points_the_same_way(rng, track, format):
+    """And is the reference's: a weight beside a tie of E4M3 may go to the other side, which is far less than
+    what BF16 alone would do; weights that are not rounded, or otherwise, would be far more."""
     q, k, v = (rng.standard_normal((2, 256, 2, 64)).astype(np.float32) for _ in range(3))
     y, want = fb.attention(q, k, v, track=track, format=format), fb.attention(q, k, v, track="reference")
     assert cosine(y, want) >= 0.94
-    np.testing.assert_allclose(y, ref.attention(q, k, v, track, fmt=format), rtol=0, atol=2e-2)
+    bf16 = error(fb.attention(q, k, v, track="bf16"), want)
+    assert error(y, ref.attention(q, k, v, track, fmt=format)) < 2 * bf16
 
 
 def test_smoothing_and_outlier_channels_earn_their_place(rng):

@@ -92,7 +92,7 @@ def test_every_arm_runs_and_is_found_again(ablation, tmp_path, monkeypatch, caps
         assert -1 <= row["spearman_fp4"] <= 1 and row["seconds"]["base"] > 0 and row["seconds"]["align"] > 0
     shares = {name: by_seed["0"]["fp4_share"] for name, by_seed in found["arms"].items()}
     assert shares["all BF16"] == 0 < shares["static skip list"] < shares["all FP4"] <= 1
-    for name in ("router, Fisher", "router, Hutchinson", "without consistency", "without feedback"):
+    for name in ("router", "router, Fisher", "router, Hutchinson", "without consistency", "without feedback"):
         assert found["arms"][name]["0"]["decisions"] >= 2, name
     assert found["arms"]["without feedback"]["0"]["budget_factor_last"] in (None, 1.0)
     assert (tmp_path / "runs" / "judges-0.safetensors").exists()

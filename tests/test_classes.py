@@ -147,6 +147,9 @@ def test_accuracy_on_captions_that_no_network_saw(network, pairs):
     assert found["top1_without_other"] > 2 * found["majority_without_other"]
 
 
+@pytest.mark.parametrize(
+    "network", ["heldout", pytest.param("reward", marks=pytest.mark.long)], indirect=True
+)
 def test_features_notice_what_is_wrong_with_a_set(network, pairs):
     """The kernel distance grows with blur, noise, smaller shuffled patches and missing classes."""
     found = tool.noticed(network, pairs.select(role={"reward": "heldout", "heldout": "reward"}[network.name]))

@@ -178,12 +178,12 @@ def test_kernel_distance_of_gaussians_is_the_closed_form(rng):
 def test_standard_error_is_that_of_repetitions(shift, n, d, rng):
     """Also where both sets are of one distribution, where the plain bootstrap is wrong by 1.7."""
     found = []
-    for _ in range(60):
+    for i in range(240):
         x, y = rng.normal(size=(n, d)), rng.normal(size=(n, d)) + shift
-        table = KernelTable({"x": FeatureSet(x, "x"), "y": FeatureSet(y, "y")}, replicates=200)
-        found.append(table.distance("x", "y"))
-    spread = np.std([f.value for f in found], ddof=1)  # itself known to about 10 %
-    assert 0.7 < np.mean([f.error for f in found]) / spread < 1.5
+        sets, replicates = {"x": FeatureSet(x, "x"), "y": FeatureSet(y, "y")}, 200 if i < 40 else 2
+        found.append(KernelTable(sets, replicates=replicates).distance("x", "y"))
+    spread = np.std([f.value for f in found], ddof=1)  # itself known to about 5 %
+    assert 0.7 < np.mean([f.error for f in found[:40]]) / spread < 1.5
 
 
 def test_change_is_the_difference_and_sharp_where_paired(rng):

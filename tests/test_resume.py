@@ -43,6 +43,8 @@ SETTINGS = [
     "diffusion.chunk=8",
 ]
 STAGES = ("base", "judges", "evaluate_base", "align", "evaluate")
+#: Of two stages of a kind, which are saved alike, one is enough in CI; test_kill.py hits all of them.
+BY_STAGE = [pytest.param(s, marks=[pytest.mark.long] * (s in ("judges", "evaluate"))) for s in STAGES]
 
 #: Runs the command line, but kills its own process at the n-th line of metrics of a stage, after the line is
 #: written and before anything that follows it; or sends it a signal there.
@@ -105,7 +107,7 @@ def test_a_run_is_complete(whole):
     assert [p for p in positions(whole) if p[0] == "align"] == [("align", 1), ("align", 2)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", BY_STAGE)
 def test_killed_and_run_again_gives_the_same_bytes(stage, whole, tmp_path):
     out = tmp_path / "run"
     number = 13 if stage == "base" else 1

@@ -42,7 +42,11 @@ def denoised(model, data, bags, sigma: float) -> float:
     return float(np.linalg.norm(found - x0) / np.linalg.norm(x_t - x0))
 
 
-@pytest.mark.parametrize("prediction", PREDICTIONS)
+# Of x0 it is as of v, by the same limits.
+ALL = [pytest.param(p, marks=[pytest.mark.long] * (p == "x0")) for p in PREDICTIONS]
+
+
+@pytest.mark.parametrize("prediction", ALL)
 def test_ve_learns(pairs, prediction, rng):
     settings = [f"seed={rng.integers(1 << 30)}", "diffusion.schedule=ve", "base.batch=16",
                 f"diffusion.prediction={prediction}", "diffusion.chunk=16"]  # fmt: skip

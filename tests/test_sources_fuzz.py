@@ -104,8 +104,10 @@ def seeds(tmp_path_factory):
 
 
 numbers = st.integers(0, 2**32 - 1)
+fewer = settings(max_examples=settings.default.max_examples // 2)  # each takes a tenth of a second
 
 
+@fewer
 @given(seed=numbers)
 def test_damaged_tars(seeds, tmp_path_factory, seed):
     draw, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("set")
@@ -114,6 +116,7 @@ def test_damaged_tars(seeds, tmp_path_factory, seed):
         _exercise(open_pictures, folder)
 
 
+@fewer
 @given(seed=numbers)
 def test_damaged_headers_of_tars(seeds, tmp_path_factory, seed):
     """Headers whose checksum is right, and whose other fields are anything."""
@@ -131,6 +134,7 @@ def test_damaged_headers_of_tars(seeds, tmp_path_factory, seed):
         _exercise(open_pictures, folder)
 
 
+@fewer
 @given(seed=numbers)
 def test_damaged_parquet(seeds, tmp_path_factory, seed):
     draw, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("set")
@@ -149,6 +153,7 @@ def test_damaged_parquet(seeds, tmp_path_factory, seed):
         _exercise(open_pairs, folder)
 
 
+@fewer
 @given(seed=numbers, kind=st.sampled_from(["csv", "pairs"]))
 def test_damaged_tables(seeds, tmp_path_factory, seed, kind):
     draw, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("set")

@@ -117,8 +117,8 @@ def test_what_an_fp4_layer_does(name, pattern, loud, rng):
     error, beside the roundings to BF16. An error of another layer would be 1.4 of it away, no error 1.
     """
     squares = np.zeros((2, 3))  # prediction, gradients: effect, rounding, distance of effects
-    for _ in range(4):  # networks: in one of them a few codes may weigh too much
-        case = Case(name, rng, put, {pattern: "fp4"}, loud)
+    for _ in range(4):  # networks, each of many pictures: in one of them a few codes may weigh too much
+        case = Case(name, rng, put, {pattern: "fp4"}, loud, batch=12)
         (y0, g0), (y1, g1) = case.on_host("bf16"), case.on_host()
         (z0, h0), (z1, h1) = case.on_device("bf16"), case.on_device()
         if pattern == "*norm*":

@@ -32,10 +32,12 @@ class Case:
     """A network on both sides, with the same weights and arguments; `put` makes arrays on the device.
 
     loud: part of the names of weights that are made three times as large, to be better seen in the result.
+    batch: so many pictures in place of the configuration's.
     """
 
-    def __init__(self, name, rng, put, route=None, loud=None, **options):
+    def __init__(self, name, rng, put, route=None, loud=None, batch=None, **options):
         changes, self.shape = CONFIGS[name]
+        self.shape = (batch or self.shape[0], *self.shape[1:])
         make = nn.UNetConfig.ddpm_cifar10_32 if name.startswith("ddpm") else nn.UNetConfig.tiny
         config, seed, self.put = make(**changes), int(rng.integers(1 << 30)), put
         self.host, self.device = (nn.UNet2D(config, seed=seed) for _ in range(2))
