@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,16 +48,21 @@ def chart(found: Mapping[str, Any]) -> str:
     for i, panel in enumerate(PANELS):
         out += _panel(found, names, panel, LEFT + i * (PANEL + GAP))
     for i, name in enumerate(names):
-        if not any(column(found, name, key) for *_, key, _ in PANELS):
+        if not any(_finite(found, name, key) for *_, key, _ in PANELS):
             out.append(text(LEFT, TOP + ROW * (i + 0.5) + 4, "did not reach its end", ink=COLOURS[1]))
     return "".join([*out, "</svg>\n"])
+
+
+def _finite(found: Mapping[str, Any], name: str, key: str) -> list[float]:
+    """The values of an arm that can be drawn; a run that diverged has others."""
+    return [v for v in column(found, name, key) if math.isfinite(v)]
 
 
 def _panel(
     found: Mapping[str, Any], names: Sequence[str], panel: tuple[str, str, str, bool], left: float
 ) -> list[str]:
     title, note, key, share = panel
-    everything = [v for name in names for v in column(found, name, key)]
+    everything = [v for name in names for v in _finite(found, name, key)]
     out = [text(left, 6, title, ink=INK), text(left, 22, note)]
     if not everything:
         return [*out, text(left, TOP + 14, "no values")]
@@ -66,7 +72,7 @@ def _panel(
     def px(value: float) -> float:
         return left + (value - low) / (high - low) * PANEL
 
-    yardstick = column(found, YARDSTICK, key) if YARDSTICK in found and not share else []
+    yardstick = _finite(found, YARDSTICK, key) if YARDSTICK in found and not share else []
     if len(yardstick) > 1:
         first, last = px(min(yardstick)), px(max(yardstick))
         out.append(f'<rect x="{first:.1f}" y="{TOP - 8}" width="{max(last - first, 1):.1f}" '
@@ -78,7 +84,7 @@ def _panel(
             text(px(mark), bottom + 20, f"{number(100 * mark)} %" if share else number(mark), "middle")
         )
     for i, name in enumerate(names):
-        out += _dots([px(v) for v in column(found, name, key)], TOP + ROW * (i + 0.5), name == YARDSTICK)
+        out += _dots([px(v) for v in _finite(found, name, key)], TOP + ROW * (i + 0.5), name == YARDSTICK)
     return out
 
 

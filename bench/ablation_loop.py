@@ -7,10 +7,11 @@ Arms, each of which trains a base model and aligns it:
     all BF16             every product on BF16, the yardstick
     all FP4              every product on FP4, nothing watched
     static skip list     FP4 but for the first and the last convolution and the embeddings
-    router, Fisher       the closed loop: sensitivity from the optimizer's second moments
-    router, Hutchinson   the closed loop: sensitivity from curvature
-    without consistency  router, Fisher, with neither the consistency term nor the constraint
-    without feedback     router, Fisher, with a budget that nothing moves
+    router               the closed loop as it is by default: sensitivity from what FP4 changes in outputs
+    router, Fisher       sensitivity from the optimizer's second moments, and from inputs
+    router, Hutchinson   sensitivity from curvature, and from inputs
+    without consistency  router, with neither the consistency term nor the constraint
+    without feedback     router, with a budget that nothing moves
 
 On a CPU all arms take the same number of steps. With ``--seconds`` they take the same time: how many steps
 that are is measured by a short run of each arm. Seed s fixes initial weights, order, noise levels and noise
@@ -19,9 +20,9 @@ for all arms alike, so that arms are compared seed by seed.
 Reported of each: the loss of the base model (its averaged weights, on BF16, on noise that is the same for
 all arms), the kernel distance of its pictures to real ones by their pixel statistics, reward and held-out
 judge after the alignment, rank fidelity of the exploration, seconds, the share of FLOPs on FP4, the certified
-ratio, products made again, layers held on BF16.
+ratio, layers for which a step was made again ("redone"), layers held on BF16, summed over steps ("held").
 
-Goals of the closed loop (router, Fisher), judged where there are two seeds or more, exit status 1 where one
+Goals of the closed loop (router), judged where there are two seeds or more, exit status 1 where one
 is missed: loss and kernel distance no higher than all-BF16's worst seed, 80 % of the FLOPs on FP4. Whether
 all-FP4 is worse, and whether each part earns its place, is said with its standard error.
 
@@ -54,14 +55,14 @@ WARM = 100  # steps of a calibration that are not counted: compilation, graphs
 EVERYWHERE = {"*": "fp4"}  # to the router: it decides about every layer, and nothing is pinned
 SKIPPED = {"conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"}
 _UNWATCHED = {"loop.limit": "0", "loop.jump": "0", "loop.consistency": "0"}
-_ROUTER = {"loop.forward": "router", "loop.sensitivity": "fisher", "loop.consistency": "0.1"}
-_ROUTER |= {"route": EVERYWHERE}
+_ROUTER = {"loop.forward": "router", "loop.consistency": "0.1", "route": EVERYWHERE}
 #: Settings of each arm; "route" is written to a file.
 ARMS: dict[str, dict[str, Any]] = {
     YARDSTICK: {"loop.forward": "bf16"},
     "all FP4": {"loop.forward": "fp4", **_UNWATCHED, "route": EVERYWHERE},
     "static skip list": {"loop.forward": "fp4", **_UNWATCHED, "route": SKIPPED},
     CLOSED: _ROUTER,
+    "router, Fisher": _ROUTER | {"loop.sensitivity": "fisher"},
     "router, Hutchinson": _ROUTER | {"loop.sensitivity": "hutchinson"},
     "without consistency": _ROUTER | _UNWATCHED,
     "without feedback": _ROUTER | {"loop.feedback": "false"},
@@ -77,6 +78,11 @@ KEPT = ("reward_base", "reward", "heldout_base", "heldout", "heldout_gain", "hel
 
 
 # ------------------------------------------------------------------------------------------------ one run
+
+
+def slug(name: str) -> str:
+    """An arm as a part of a file's name."""
+    return name.replace(", ", "-").replace(" ", "-").lower()
 
 
 def command(name: str, seed: int, settings: Mapping[str, str], out: Path, args: Any) -> list[str]:
@@ -141,7 +147,7 @@ def launch(judges: Path, arguments: Sequence[str]) -> str:
 
 def measure(name: str, seed: int, settings: Mapping[str, str], args: Any) -> dict[str, Any]:
     """One run of one arm and everything that is reported of it."""
-    out = args.out / f"{name.replace(', ', '-').replace(' ', '-').lower()}-{seed}"
+    out = args.out / f"{slug(name)}-{seed}"
     if args.again and out.exists():
         shutil.rmtree(out)
     failed = launch(args.out / f"judges-{seed}.safetensors", command(name, seed, settings, out, args))
@@ -226,8 +232,10 @@ def judged(out: Path, args: Any) -> dict[str, Any]:
         pictures = draw(seeds, captions, weights.config.eval.steps, "bf16")
         good = np.isfinite(pictures).all((1, 2, 3))
         key = "kernel_distance" + ("" if which == "base" else "_aligned")
-        distance = kernel_distance(featurise(see, pictures[good]), featurise(see, reference), 0)
-        found[key] = float(distance.value) if good.sum() > 1 else None
+        found[key] = None  # of fewer than two pictures there is none
+        if good.sum() > 1:
+            distance = kernel_distance(featurise(see, pictures[good]), featurise(see, reference), 0)
+            found[key] = float(distance.value)
         found[f"unhealthy_{which}"] = int((~good).sum())
     return found
 
@@ -290,7 +298,7 @@ def calibrated(name: str, args: Any) -> dict[str, str]:
     loop = configured(name, args).loop
     window = max(loop.every, loop.decide, loop.curvature_every)  # every kind of step comes in its share
     settings = {"base.steps": str(WARM + window), "align.iterations": "2"}
-    out = args.out / f"calibration-{name.replace(', ', '-').replace(' ', '-').lower()}"
+    out = args.out / f"calibration-{slug(name)}"
     failed = launch(args.out / "judges-0.safetensors", command(name, 0, settings, out, args))
     if failed:
         raise SystemExit(f"ablation_loop: the short run of {name} failed: {failed}")
@@ -348,6 +356,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.arms if name not in ARMS]:
         parser.error(f"--arms {unknown[0]!r}: there is no such arm; there are {', '.join(ARMS)}")
+    if not args.arms:
+        parser.error("--arms: names none; leave it out for all of them")
     if args.seeds < 1 or (args.seconds is not None and not args.seconds > 0):
         parser.error(
             f"--seeds {args.seeds} --seconds {args.seconds}: give one seed or more, and more than 0 s"
@@ -376,10 +386,17 @@ def before(path: Path, settings: Mapping[str, Any], again: bool) -> dict[str, An
     """What an earlier call measured with the same settings."""
     if again or not path.exists():
         return {"arms": {}, "calibration": {}}
-    found = json.loads(path.read_text())
-    if found.get("settings") != settings:
+    try:
+        found = json.loads(path.read_text())
+        kept, _, _ = found["settings"], found["arms"], found["calibration"]
+    except (ValueError, KeyError, TypeError) as error:
         raise SystemExit(
-            f"ablation_loop: {path} holds results of the settings {found.get('settings')}, and this call has "
+            f"ablation_loop: {path} holds no results of this bench ({error!r}); name another file with "
+            "--json, or replace it with --again"
+        ) from None
+    if kept != settings:
+        raise SystemExit(
+            f"ablation_loop: {path} holds results of the settings {kept}, and this call has "
             f"{dict(settings)}; name another file with --json, or replace them with --again"
         )
     return found

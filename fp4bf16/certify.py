@@ -30,8 +30,7 @@ from .python_ref.certify import LIPSCHITZ, conv_factor, sketch_factor
 __all__ = [
     "ActivationNorms", "Certificate", "WeightNorms", "activation_norms", "added_norms", "certificate",
     "conv_factor", "device_certificate", "fallbacks", "quant_stats", "quantized_weight_norms",
-    "sketch", "sketch_factor", "sketching", "spectral_norm_upper",
-    "weight_norms",
+    "sketch", "sketch_factor", "sketched_master", "sketching", "spectral_norm_upper", "weight_norms",
 ]  # fmt: skip
 
 #: FP32 rounding of bias, activation (exp, erfc) and residual relative to what goes in, with room.
@@ -180,7 +179,8 @@ def plain_norms(x: np.ndarray, rounded: bool) -> ActivationNorms:
 class WeightNorms:
     """Of a weight W and of W', what is multiplied in its place: Frobenius norms, and *upper* bounds of the
     largest singular values of W, W' and W - W'. For a dual weight W' is the twin, `sigma_error` belongs to
-    W - D U - W', and the branch's norms are those of D and U."""
+    W - D U - W', and the branch's norms are those of D and U. `decoded`: what a sketch multiplies in place
+    of W is W', so that what W' lost has to be added to it."""
 
     norm: float
     used: float
@@ -193,6 +193,7 @@ class WeightNorms:
     up: float = 0.0
     sigma_up: float = 0.0
     rank: int = 0
+    decoded: bool = False
 
 
 def weight_norms(w: np.ndarray, used: np.ndarray, branch: np.ndarray | None = None) -> WeightNorms:
@@ -233,7 +234,7 @@ def quantized_weight_norms(
         return _once(owner, lambda: _quantized_weight_norms(q, decode()))
     held = _known.get(id(owner))
     if held is not None and held[0]() is owner and held[1].reference != "master":  # known less well so far
-        del _known[id(owner)]
+        _known.pop(id(owner), None)  # unless another thread was first
     return _once(owner, lambda: _master_norms(q, decode(), master))
 
 
@@ -245,7 +246,8 @@ def _master_norms(q: QuantizedArray, used: np.ndarray, master: np.ndarray) -> We
     else:
         rows = activation_norms(q.stats, q.k)
         size, full, overflow = rows.used, rows.norm, rows.overflow
-    return WeightNorms(full, size, sigma + sigma_error, sigma, sigma_error, overflow=overflow)
+    sigmas = sigma + sigma_error, sigma, sigma_error
+    return WeightNorms(full, size, *sigmas, overflow=overflow, decoded=True)
 
 
 def _quantized_weight_norms(q: QuantizedArray, used: np.ndarray) -> WeightNorms:
@@ -254,7 +256,8 @@ def _quantized_weight_norms(q: QuantizedArray, used: np.ndarray) -> WeightNorms:
         return WeightNorms(size, size, sigma, sigma, 0.0, "quantized")
     # The BF16 track multiplies the original rounded to bfloat16
     rows = activation_norms(q.stats, q.k)
-    return WeightNorms(rows.norm, size, sigma + rows.error, sigma, rows.error, "original", q.stats.overflow)
+    parts = sigma + rows.error, sigma, rows.error, "original", q.stats.overflow
+    return WeightNorms(rows.norm, size, *parts, decoded=True)
 
 
 # ---- the certificate ---------------------------------------------------------------------------------------
@@ -314,16 +317,19 @@ def certificate(
     if epilogue or activation is not None:
         accumulation += _EPILOGUE * norm(bf16_rows + fp4_rows + 2 * added)
     slope, exact = LIPSCHITZ[activation], norm(rows)
-    if x.overflow or w.overflow or not _in_range(dtype, size, rows, bf16_rows, added, w.norm):
+    accumulation *= formulas.accumulated_rounding(dtype)
+    accumulation = math.inf if math.isnan(accumulation) else accumulation  # zeros times Inf
+    largest = np.maximum(bf16_rows + rows, fp4_rows) + added
+    if x.overflow or w.overflow or not _in_range(dtype, size, rows + added, largest, w.norm):
         rows = np.full_like(rows, math.inf)
     bound = slope * norm(rows) + norm(rounding)
     bound = bound if math.isfinite(bound) else math.inf  # a NaN norm proves nothing either
     linear = exact
     if estimate is not None:  # the weight's own error was not seen by the sketch
-        linear = estimate + (norm(size) * w.sigma_error if w.reference == "original" else 0.0)
+        linear = estimate + (norm(size) * w.sigma_error if w.decoded else 0.0)
         estimate = slope * linear + norm(rounding) if math.isfinite(bound) else math.inf
     best = min(exact, linear) + norm(rounding) + accumulation if math.isfinite(bound) else math.inf
-    relative = best / product_norm if product_norm > 0 else (0.0 if best == 0 else math.inf)
+    relative = best / product_norm if 0 < product_norm < math.inf else (0.0 if best == 0 else math.inf)
     terms = {
         "x": norm(size), "x_used": norm(used), "x_error": norm(error), "hidden": norm(hidden),
         "rounding": norm(rounding), "product": product_norm,
@@ -350,13 +356,16 @@ def _tensor_cores(accumulate: str, k: int, shape, norms, outer) -> float:
     return formulas.ACCUMULATE[accumulate](k, subnormal=0) * x * w
 
 
-def _in_range(dtype, size, rows, bf16_rows, added, w_norm) -> bool:
-    """Whether neither an FP32 sum nor a result can overflow: |any partial sum| <= |x row| |W|_F."""
+def _in_range(dtype, size, apart, largest, w_norm) -> bool:
+    """Whether neither an operand rounded to BF16 nor an FP32 sum nor a result can overflow.
+
+    |any partial sum of x W| <= |x row| |W|_F, those of the FP4 product are `apart` from them or under
+    `largest`, what the results' rows are under.
+    """
     if size.size == 0:
         return True
-    top = float(np.max(size * w_norm + rows + added))
-    largest = float(np.max(bf16_rows + rows + added))
-    return top < _FLOAT32_RANGE and (dtype != "float16" or largest < 65504)
+    top = max(float(np.max(size * w_norm + apart)), float(np.max(largest)), float(np.max(size)), w_norm)
+    return top < _FLOAT32_RANGE and (dtype != "float16" or float(np.max(largest)) < 65504)
 
 
 def quant_stats(sums: np.ndarray, counts: np.ndarray | None = None, source_dtype="float32") -> QuantStats:
@@ -430,17 +439,23 @@ fallbacks = Fallbacks()
 # ---- the sketch --------------------------------------------------------------------------------------------
 _calls = itertools.count()
 _sketching: contextvars.ContextVar[tuple | None] = contextvars.ContextVar("fp4bf16_sketch", default=None)
+#: The weight whose twin is multiplied, where `sketching` knows it.
+sketched_master: contextvars.ContextVar[np.ndarray | None] = contextvars.ContextVar("master", default=None)
 
 
 @contextmanager
-def sketching(seed: int, step: int, call: int) -> Iterator[None]:
+def sketching(seed: int, step: int, call: int, master: np.ndarray | None = None) -> Iterator[None]:
     """Sketches inside are drawn from these numbers, so that they repeat; each certified call needs its own
     `call` within a step for the confidence to hold.
+
+    master: the weight (O, ...) whose twin is multiplied inside, its norms known against it: the sketch then
+    sees what the twin lost.
     """
-    token = _sketching.set((seed, step, call))
+    token, held = _sketching.set((seed, step, call)), sketched_master.set(master)
     try:
         yield
     finally:
+        sketched_master.reset(held)
         _sketching.reset(token)
 
 

@@ -154,6 +154,13 @@ class _Average:
     def __init__(self, value: float = 0.0, count: int = 0):
         self.value, self.count = value, count
 
+    @classmethod
+    def of(cls, value: Any, count: Any) -> _Average:
+        """Of a state; `ValueError` for what is no average."""
+        if not 0 <= float(value) < math.inf or _whole(count) < 0:
+            raise ValueError(f"{[value, count]!r} is no average and its count")
+        return cls(float(value), int(count))
+
     def update(self, x: float) -> None:
         self.value, self.count = _KEEP * self.value + (1 - _KEEP) * x, self.count + 1
 
@@ -316,14 +323,15 @@ class Constraint(Watcher):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave; `ConfigError` where it is none."""
         try:
-            held = {str(n): (int(last), str(reason)) for n, (last, reason) in state["held"].items()}
+            held = {str(n): (_whole(last), str(reason)) for n, (last, reason) in state["held"].items()}
             averages = {
-                name: {what: _Average(float(v), int(n)) for what, (v, n) in of.items()}
+                name: {what: _Average.of(*parts) for what, parts in of.items()}
                 for name, of in state["averages"].items()
             }
             ratios = {name: float(ratio) for name, ratio in state["ratios"].items()}
-            seen = {name: [float(v) for v in values] for name, values in state["seen"].items()}
-            refused, step = dict(state["refused"]), state["step"]
+            seen = {name: [float(v) for v in (a, b, c)] for name, (a, b, c) in state["seen"].items()}
+            refused = {str(name): str(reason) for name, reason in state["refused"].items()}
+            step = None if state["step"] is None else _whole(state["step"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"Constraint: the state lacks what is needed or holds something else ({error!r}); pass what "
@@ -331,6 +339,12 @@ class Constraint(Watcher):
             ) from None
         self._held, self._averages, self._step = held, averages, step
         self.ratios, self._seen, self._refused = ratios, seen, refused
+
+
+def _whole(x: Any) -> int:
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise ValueError(f"{x!r} is no whole number")
+    return int(x)
 
 
 def _plain(x: float) -> float | str:
@@ -389,8 +403,8 @@ class Sketcher(Watcher):
     on.
 
     Attributes: `estimates`, {name: upper estimate of |y_fp4 - y_bf16| / |y|} of the sampled products since
-    `begin`, the largest of a layer's; `calls` and `sketches`, how many FP4 products and how many estimates
-    there have been in all.
+    `begin`, the largest of a layer's, without what FP32 sums may add (`Certificate.accumulation`); `calls`
+    and `sketches`, how many FP4 products and how many estimates there have been in all.
 
     >>> from fp4bf16 import nn
     >>> layer = nn.Linear(32, 8)

@@ -30,7 +30,15 @@ from .conv_operands import (
 from .conv_vjp import conv2d_dgrad, conv2d_vjp, conv2d_wgrad
 from .dispatch import backend_for
 from .dual import DualWeight
-from .epilogue import Epilogue, Squares, quantized_values, squares, with_branch, within
+from .epilogue import (
+    Epilogue,
+    Squares,
+    quantized_values,
+    sketched_weight,
+    squares,
+    with_branch,
+    within,
+)
 from .formats import QuantizedArray
 from .gemm_cuda import planned
 from .interop import output
@@ -234,7 +242,7 @@ def _norms(kernels, x: Arg, w: Arg, geo, track, fmt, exact):
     if isinstance(w.value, DualWeight):
         return norms, w.value.norms(track), w.value.master_values().T
     if isinstance(w.value, QuantizedArray):
-        return norms, certificates.quantized_weight_norms(w.value, lambda: used), used
+        return norms, *sketched_weight(certificates.quantized_weight_norms(w.value, lambda: used), used)
     matrix = weight_of(kernels, w, "bf16", fmt, False).reshape(geo.o, geo.k)
     return norms, certificates.weight_norms(matrix, used), matrix
 

@@ -15,6 +15,7 @@ from .dispatch import backend_for
 from .dual import DualWeight
 from .errors import ShapeError, nearest
 from .formats import Format, QuantizedArray
+from .interop import BFLOAT16
 from .operands import Arg, as_arg, branch, check_plain, left_matrix, on_device, right_matrix
 from .quantize import quantize
 from .tracks import tracks
@@ -137,13 +138,26 @@ def _activation(kernels, a: Arg, track: str, fmt: Format, k: int) -> tuple[Arg, 
     return a, certificates.activation_norms(q.stats, k)
 
 
+def sketched_weight(w: WeightNorms, decoded: np.ndarray) -> tuple[WeightNorms, np.ndarray]:
+    """(norms, weight (O, k) for a sketch to compare with): the master, where `sketching` knows it, else what
+    was decoded, and then the norms say so.
+    """
+    master = certificates.sketched_master.get()
+    if master is None or not w.decoded or w.reference != "master" or master.size != decoded.size:
+        return w, decoded
+    values = master.astype(BFLOAT16).astype(np.float32).reshape(decoded.shape)
+    return replace(w, decoded=False), values
+
+
 def _weight(kernels, b: Arg, weight, track: str, fmt: Format) -> tuple[Arg, WeightNorms, np.ndarray]:
     """(what is multiplied, its norms, the weight of the BF16 track as (K, N) float array)."""
     if isinstance(weight, DualWeight):
         return b, weight.norms(track), weight.master_values()
     if isinstance(weight, QuantizedArray):
-        decode = lambda: right_matrix(kernels, b, track, fmt).whole()  # noqa: E731
-        return b, certificates.quantized_weight_norms(weight, decode), decode()
+        decoded = right_matrix(kernels, b, track, fmt).whole()
+        norms = certificates.quantized_weight_norms(weight, lambda: decoded)
+        norms, w = sketched_weight(norms, decoded.T)
+        return b, norms, w.T
     w = right_matrix(kernels, b, "bf16", fmt).whole()
     if track != "reference":
         b = as_arg(quantize(b.value, fmt, axis=max(-2, -len(b.shape))), b.name)

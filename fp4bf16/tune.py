@@ -91,7 +91,7 @@ class LatencyTable:
     """
 
     def __init__(self, window: int = 16, frozen: bool = False):
-        if not (isinstance(window, int) and window >= 1):
+        if not (type(window) is int and window >= 1):
             raise ValueError(f"LatencyTable: window is {window!r}, but a whole number from 1 is needed")
         self.window, self.frozen = window, frozen
         self._entries: dict[Key, Latency] = {}
@@ -184,7 +184,7 @@ class LatencyTable:
                 # Buckets are what is stored: an octave's middle is its own bucket
                 key = table._key(op, shape, track, device)
                 table._entries[key] = Latency(_checked(microseconds), count)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"{where}: does not hold what a table of latencies holds ({error}); delete it"
             ) from None
@@ -193,21 +193,24 @@ class LatencyTable:
     def save(self, path: str | os.PathLike | None = None) -> Path:
         """Write the table to `path`, by default ``latency.json`` in `cache_folder`; returns the path.
 
-        A crash at any moment leaves the old file or the new one. Raises `OSError`.
+        The cache is that of all runs: what others have stored there of products that this table does not
+        know stays in it. A crash at any moment leaves the old file or the new one; of two that write at the
+        same moment, one may lose what it added. Raises `OSError`.
         """
-        path = cache_folder() / "latency.json" if path is None else Path(path)
+        path, table = (Path(path), self) if path is not None else (_cache_file(), self._with_others())
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
-        try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                json.dump(self.to_dict(), file, allow_nan=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_text(path, json.dumps(table.to_dict(), allow_nan=False))
         return path
+
+    def _with_others(self) -> LatencyTable:
+        """This table and, behind it, the cache's entries that it does not have."""
+        table = LatencyTable(self.window)
+        try:
+            others = self._read(_cache_file())._entries
+        except (ConfigError, OSError):  # none yet, or one that is replaced
+            others = {}
+        table._entries = self._entries | {k: v for k, v in others.items() if k not in self._entries}
+        return table
 
     @classmethod
     def load(cls, path: str | os.PathLike | None = None) -> LatencyTable:
@@ -224,9 +227,8 @@ class LatencyTable:
         """
         if path is not None:
             return cls._read(Path(path))
-        path = cache_folder() / "latency.json"
         try:
-            return cls._read(path)
+            return cls._read(_cache_file())
         except FileNotFoundError:
             pass
         except (ConfigError, OSError) as error:
@@ -244,6 +246,27 @@ class LatencyTable:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: is not JSON ({error}); delete it") from None
         return cls.from_dict(data, str(path))
+
+
+def _cache_file() -> Path:
+    return cache_folder() / "latency.json"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole: at any moment, after a crash as well, the old one or the new one is there.
+    Raises `OSError`.
+    """
+    # A part of the name says whose it is; all of it could be longer than a name may be
+    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _checked(microseconds: float) -> float:

@@ -57,15 +57,17 @@ def radius_upper(gram, squarings=5, multiply=np.matmul):
     return tau * math.sqrt(float(np.einsum("ij,ij->", power, power))) ** (0.5**squarings)
 
 
-def float32_gram_slack(k, norm_sq):
-    """|G - W W^T|_2 where G was summed in float32 over `k` products in any order, |W|_F^2 = `norm_sq`.
+def float32_gram_slack(m, k, trace):
+    """|G - W W^T|_2 where G (m, m) of trace `trace` was summed in float32 over `k` products in any order.
 
     Each element errs by at most gamma_k (|W| |W|^T), gamma_k = k 2^-24 / (1 - k 2^-24) (Higham, section 3.1),
-    and by 2^-149 where a product underflows; ||W| |W|^T|_F <= |W|_F^2. Against |G|_2, of which |W|_F^2 is at
-    most min(m, k) times, this is under 0.2 % of sigma up to 64 x 576 and under 2 % up to 256 x 2304.
+    and by 2^-149 for each product that underflows, which makes m k 2^-149 in the norm. ||W| |W|^T|_F is at
+    most |W|_F^2, and that at most (trace + m k 2^-149) / (1 - gamma_k), gamma_k / (1 - gamma_k) being
+    u / (1 - 2 u) for u = k 2^-24. Against |G|_2, of which |W|_F^2 is at most min(m, k) times, this is under
+    0.2 % of sigma up to 64 x 576 and under 2 % up to 256 x 2304.
     """
     u = k * 2.0**-24
-    return (u / (1 - u) + 2.0**-40) * norm_sq + k * 2.0**-148 if u < 0.5 else math.inf
+    return u / (1 - 2 * u) * trace * (1 + 2.0**-40) + m * k * 2.0**-148 if u < 0.25 else math.inf
 
 
 def exact_bound(x_norm, dx_norm, sigma_twin, sigma_error):
@@ -97,6 +99,11 @@ def output_rounding(dtype, outputs, bf16_norm, fp4_norm, added_norm=0.0):
         return 0.0
     norms = bf16_norm + fp4_norm + 2 * added_norm
     return UNIT_ROUNDOFF[dtype] * norms + 2 * SUBNORMAL_STEP[dtype] * math.sqrt(outputs)
+
+
+def accumulated_rounding(dtype):
+    """What the sums lost is rounded with the result: `output_rounding` is of the exact products alone."""
+    return 1 + UNIT_ROUNDOFF[dtype] if dtype in ("bfloat16", "float16") else 1.0
 
 
 def accumulation_bound(k, outputs, *factor_norms, per_k=FP32_ACCUMULATION):
@@ -238,4 +245,5 @@ def matmul_certificate(x, w, x_used, w_used, dtype="bfloat16", accumulate="fp32"
     bound += output_rounding(dtype, outputs, norm(x) * sigma(w), norm(x_used) * sigma(w_used))
     pairs = (norm(x), norm(w)), (norm(x_used), norm(w_used))
     accumulation = accumulation_bound(x.shape[1], outputs, *pairs)
-    return bound, accumulation + ACCUMULATE[accumulate](x.shape[1]) * norm(x_used) * norm(w_used)
+    accumulation += ACCUMULATE[accumulate](x.shape[1]) * norm(x_used) * norm(w_used)
+    return bound, accumulation * accumulated_rounding(dtype)

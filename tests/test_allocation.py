@@ -124,8 +124,16 @@ def test_what_comes_in_never_passes_the_budget_and_what_stays_never_the_factor(r
         keep = {c.name for c in candidates if rng.random() < 0.5}
         chosen = allocate(candidates, budget, keep, hysteresis=0.5)
         assert chosen.spent <= 1.5 * budget
-        if not keep & chosen.fp4:
+        if chosen.fp4 - keep:
             assert chosen.spent <= budget
+
+
+def test_a_layer_that_comes_in_makes_those_that_are_worse_leave():
+    old, new = Candidate("old", 0.5, 5.0), Candidate("new", 0.6, 60.0)
+    assert allocate([old], 0.45, keep={"old"}, hysteresis=0.25).fp4 == {"old"}
+    assert allocate([old, new], 1.0, keep={"old"}, hysteresis=0.25).fp4 == {"new"}
+    free = Candidate("free", 0.0, 60.0)  # takes nothing of the budget
+    assert allocate([old, free], 0.45, keep={"old"}, hysteresis=0.25).fp4 == {"old", "free"}
 
 
 def test_noisy_estimates_flap_less():

@@ -147,7 +147,10 @@ def test_an_arm_that_fails_is_a_result_and_a_setting_that_does_not_fit_is_not(
     with pytest.raises(ConfigError, match="loop.decide"):
         ablation.main([*command, *TINY, "--set", "loop.decide=7"])
     assert not path.exists()
-    for wrong in (["--arms", "all"], ["--seeds", "0"], ["--seconds", "0"], ["--seconds", "nan"]):
+    path.write_text("not JSON")
+    with pytest.raises(SystemExit, match="holds no results"):
+        ablation.main([*command, *TINY])
+    for wrong in (["--arms", "all"], ["--arms"], ["--seeds", "0"], ["--seconds", "0"], ["--seconds", "nan"]):
         with pytest.raises(SystemExit):
             ablation.parse(wrong)
 
@@ -155,6 +158,32 @@ def test_an_arm_that_fails_is_a_result_and_a_setting_that_does_not_fit_is_not(
 def test_a_process_that_does_not_end_well_is_told_by_its_last_words(ablation, tmp_path):
     arguments = ["train", "--preset", "cj", "--out", str(tmp_path / "run")]
     assert "cj" in ablation.launch(tmp_path / "judges.safetensors", arguments)
+
+
+@pytest.mark.parametrize("healthy", [0, 1, 2])
+def test_an_arm_whose_pictures_are_not_finite_is_reported(ablation, tmp_path, monkeypatch, healthy):
+    from types import SimpleNamespace
+
+    from fp4bf16.train import engine, evaluation_sets
+    from fp4bf16.train.config import get_preset
+
+    config = get_preset("ci")
+    shape = evaluation_sets.real_pictures(config).train.shape[1:]
+
+    def draw(seeds, captions, steps, track):
+        pictures = np.random.default_rng(0).random((len(seeds), *shape)).astype(np.float32)
+        pictures[healthy:] = np.nan
+        return pictures
+
+    weights = SimpleNamespace(config=config, model=lambda which, merged: None)
+    monkeypatch.setattr(evaluation_sets, "load_weights", lambda out: weights)
+    monkeypatch.setattr(evaluation_sets, "cases", lambda *_: ([""] * 6, np.arange(6)))
+    monkeypatch.setattr(engine, "make_sampler", lambda device, model: draw)
+    monkeypatch.setattr(ablation, "loss_of", lambda *_: 1.0)
+    found = ablation.judged(tmp_path, SimpleNamespace(device="cpu", pictures=6))
+    assert found["unhealthy_base"] == found["unhealthy_aligned"] == 6 - healthy
+    for key in ("kernel_distance", "kernel_distance_aligned"):
+        assert (found[key] is None) == (healthy < 2)
 
 
 def rows(rng, loss, share=0.9, seeds=3, spread=0.01):
@@ -169,6 +198,10 @@ def test_goals_are_met_or_missed_by_what_was_measured(ablation, verdicts, rng):
     assert [g["met"] for g in verdicts.goals(good)] == [True] * 4
     assert not verdicts.goals({"all BF16": rows(rng, 1.0), ablation.CLOSED: rows(rng, 2.0)})[0]["met"]
     assert not verdicts.goals({"all BF16": rows(rng, 1.0), ablation.CLOSED: rows(rng, 0.9, 0.79)})[2]["met"]
+    for lost in good:  # a seed that diverges is no yardstick, and no loop that met its goal
+        for seed in "02":
+            nan = good | {lost: good[lost] | {seed: good[lost][seed] | {"loss": float("nan")}}}
+            assert [g["met"] for g in verdicts.goals(nan)] == [lost == "all BF16", True, True, True]
     failed = good | {ablation.CLOSED: good[ablation.CLOSED] | {"2": {"failed": "x"}}}
     assert [g["met"] for g in verdicts.goals(failed)] == [True, True, True, False]
     assert (
@@ -188,6 +221,8 @@ def test_differences_are_those_of_the_same_seeds(ablation, verdicts, rng):
     )
     assert verdicts.verdict(change) == "lower"
     assert verdicts.verdict(change | {"standard_error": 0.2}).startswith("no difference")
+    diverged = {"change": float("nan"), "standard_error": float("nan"), "seeds": 4}
+    assert verdicts.verdict(diverged) == "a run diverged"
     del both["without feedback"]["1"], both[ablation.CLOSED]["2"]
     assert verdicts.paired(both, ablation.CLOSED, "without feedback", "loss")["seeds"] == 2
     assert verdicts.paired(both, ablation.CLOSED, "all FP4", "loss") is None
@@ -277,6 +312,11 @@ def test_chart_has_a_dot_for_every_run(ablation, rng, tmp_path, capsys):
     words = [t.text for t in root.iter(f"{svg}text")]
     assert "did not reach its end" in words and "all <FP4>" in words
     ET.fromstring(chart.chart({"all BF16": {"0": {"failed": "x"}}}))
+    for lost in (float("nan"), float("inf")):  # a run that diverged: the others are drawn
+        found["all <FP4>"] = {"0": found["all BF16"]["0"] | {"loss": lost}}
+        drawn = chart.chart(found)
+        assert drawn.count("<circle") == 2 * 3 * len(chart.PANELS) + len(chart.PANELS) - 1
+        assert "nan" not in drawn and "inf" not in drawn
     path.write_text("[]")
     assert chart.main([str(path)]) == 2 and "no arms" in capsys.readouterr().err
 
@@ -297,8 +337,12 @@ def test_sensitivity_of_every_layer_is_predicted_and_measured(sensitivity, tmp_p
         assert fit["interval"][0] <= fit["interval"][1]
     total = sum(row["damage"] for row in found["by_layer"])
     assert found["sum_of_damages"] == pytest.approx(total, abs=1e-12)
-    both = [row["Fisher"] + row["activations"] - row["Fisher + activations"] for row in found["by_layer"]]
-    assert np.abs(both).max() < 1e-12
+    assert list(found["methods"])[4:] == ["outputs", *(f"{name} + activations" for name in sensitivity.SUMS)]
+    own = {name: [row[f"{name} + activations"] - row[name] for row in found["by_layer"]]
+           for name in sensitivity.SUMS}  # fmt: skip
+    assert all(part == pytest.approx(own["Fisher"], abs=1e-12) for part in own.values())
+    # The weights' error is not in it a second time: both operands' is about the sum of either's
+    assert 0.3 < sum(own["Fisher"]) / sum(row["outputs"] for row in found["by_layer"]) < 0.8
     for wrong in (["--probes", "2"], ["--batches", "0"], ["--steps", "-1"]):
         with pytest.raises(SystemExit):
             sensitivity.parse(wrong)

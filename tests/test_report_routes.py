@@ -183,7 +183,7 @@ def test_section_is_one_piece_and_says_what_happened(rng):
     words = "".join(seen.text)
     assert seen.loaded == [] and "<script" not in page and "url(" not in page
     said = "At the end 1 of 6 layers run on FP4, with 80 % of the FLOPs"
-    again = "3 times a step was made again"
+    again = "Steps were made again with 3 layers on BF16"
     assert all(piece in words for piece in (name, "1 < 2 & more", "1 event", "worth it", again, said))
     for piece in ("0.00015", "12.5", "3 M"):
         assert piece in words, piece
@@ -219,7 +219,9 @@ def test_nothing_is_drawn_of_a_run_without_a_router():
     silent = trained("base", 1, fp4_share=None, budget=None, certified_max=None, certified_mean=None)
     other = {"stage": "base", "step": 1, "loss": 0.1}
     event = {"stage": "router", "event": "x"}
-    for lines in ([], [other], [event], [decided(0, [route()])], [silent]):
+    nowhere = trained("base", 0, budget=0.1)  # a stage without a step has no place on the axis
+    assert "Budget" not in routes_svg([nowhere, trained("align", 1, budget=None)])
+    for lines in ([nowhere], [], [other], [event], [decided(0, [route()])], [silent]):
         assert route_section(lines) == "" and routes_svg(lines) == ""
 
 

@@ -117,7 +117,7 @@ def test_the_budget_is_a_share_of_the_loss_and_the_loop_moves_it(rng):
 
 
 def test_latency_moves_the_threshold(rng):
-    router = Router(LAYERS, PINS, budget=0.02, memory=0.0, hysteresis=0.0)
+    router = Router(LAYERS, PINS, budget=0.02, decay=0.0, hysteresis=0.0)
     omega = {name: 0.004 for name in FREE}
     times = {name: {"bf16": 20.0 + i, "fp4": 10.0} for i, name in enumerate(FREE)}
     router.observe(0, omega=omega, loss=0.5, latency=times)
@@ -170,8 +170,34 @@ def test_an_omega_that_is_not_finite_takes_its_layer_off_until_one_is(rng):
     assert decision.training[FREE[2]] == "fp4" and decision.training[FREE[3]] == "bf16"
 
 
+def test_an_omega_that_is_not_finite_at_some_noise_levels_is_not_mended_by_other_levels():
+    router = Router(LAYERS, PINS, buckets=2)
+    good = dict.fromkeys(FREE, 1e-9)
+    for step, omega in enumerate(([good | {FREE[2]: math.nan}, good], [good | {FREE[2]: math.nan}, None])):
+        router.observe(step, omega=omega, loss=1.0)
+        router.observe(step, omega=good)  # nor by all levels together
+        decision = router.decide(step)
+        assert [n for n in FREE if decision.training[n] == "bf16"] == [FREE[2]], step
+        assert decision.reasons_of(0)[FREE[2]] == f"its sensitivity was nan at step {step}"
+    again = Router(LAYERS, PINS, buckets=2)
+    again.restore(json.loads(json.dumps(router.state(), allow_nan=False)))
+    router = again
+    router.observe(2, omega=[good, None])
+    assert router.decide(2).training[FREE[2]] == "fp4"
+
+
+def test_a_cost_beyond_all_numbers_keeps_its_layer_on_bf16():
+    router = Router(LAYERS, PINS)
+    router.observe(0, omega=dict.fromkeys(FREE, 1e-9) | {FREE[0]: 1e300}, loss=1.0,
+                   noise={FREE[0]: 1e5}, variance={FREE[0]: 1e-10})  # fmt: skip
+    decision = router.decide(0)
+    assert [n for n in FREE if decision.training[n] == "bf16"] == [FREE[0]]
+    assert decision.reasons[FREE[0]] == "its predicted rise of the loss is inf"
+    assert settle(decision.to_dict()["inputs"]) == decision
+
+
 def test_averages_forget_without_the_bias_of_the_beginning(rng):
-    router = Router(LAYERS, memory=0.8)
+    router = Router(LAYERS, decay=0.8)
     values = rng.standard_normal(20).tolist()
     for i, value in enumerate(values):
         router.observe(i, omega={FREE[0]: value}, loss=value)
@@ -208,7 +234,9 @@ def test_noise_beyond_that_of_sampling_makes_a_layer_dearer():
     decision = router.decide(1)
     assert decision.training == {FREE[0]: "bf16", FREE[1]: "fp4"}
     assert decision.spent == 0.006 and "0.048 of loss" in decision.reasons[FREE[0]]
-    router.observe(2, variance={FREE[0]: -100.0})  # an estimate below zero says nothing
+    router.observe(2, variance={FREE[0]: 2.0}, noise={FREE[0]: 3.0})  # averages already: the last ones count
+    assert router.disturbance(FREE[0]) == 18.0
+    router.observe(3, variance={FREE[0]: -100.0})  # an estimate below zero says nothing
     assert router.disturbance(FREE[0]) is None
 
 
@@ -226,6 +254,10 @@ def test_buckets_are_routed_on_their_own(rng):
     assert router.fp4_share(1, 0) > router.fp4_share(1) == router.fp4_share(1, 1) == 0
     assert {c["bucket"] for c in decision.changes} == {0} and "noise levels 1 of 2" in router.explain(1, 0)
     assert "within the budget" in router.explain(1, 0) and "within the budget" not in router.explain(1)
+    saved = sum(LAYERS[n].flops for n in FREE) / 1e6  # each route with what it costs and saves itself
+    assert decision.totals(0) == (pytest.approx(1e-9 * len(FREE)), pytest.approx(saved))
+    assert decision.totals() == decision.totals(1) == (0.0, 0.0)
+    assert f"saves {saved:.4g} MFLOP" in router.explain(1, 0) and "saves 0 MFLOP" in router.explain(1, 1)
 
 
 def test_a_bucket_without_its_own_measurement_has_that_of_all_levels():
@@ -361,7 +393,8 @@ def test_only_what_is_needed_of_the_past_is_kept(rng):
         ({"buckets": 0}, "buckets is 0"), ({"buckets": 1.5}, "buckets is 1.5"), ({"ahead": 0}, "ahead is 0"),
         ({"budget": -0.1}, "budget is -0.1"), ({"budget": math.inf}, "budget is inf"),
         ({"batch": 0}, "batch is 0"), ({"hysteresis": math.nan}, "hysteresis is nan"),
-        ({"memory": 1.0}, "memory is 1.0"),
+        ({"decay": 1.0}, "decay is 1.0"), ({"decay": "a"}, "decay is 'a'"),
+        ({"buckets": True}, "buckets is True"),
         ({"start": "fp5"}, "start is 'fp5'; did you mean 'fp4'"),
         ({"start": RouteSet([{}, {}], {}), "buckets": 3}, "start has routes of 2 buckets"),
     ],

@@ -131,6 +131,11 @@ def test_route_file(tmp_path, capsys):
     assert "cannot be read as JSON" in fails(
         capsys, "train", "--dry-run", "--route", str(tmp_path / "none.json")
     )
+    # Twice: the last would decide, where the first that matches is meant to
+    for text, why in (('{"conv_in*": "bf16", "conv_in*": "fp4"}', "stands in it twice"),
+                      ("[" * 100_000, "nested too deeply")):  # fmt: skip
+        route.write_text(text)
+        assert why in fails(capsys, "train", "--dry-run", "--route", str(route))
 
 
 # --------------------------------------------------------------------------------------------------------

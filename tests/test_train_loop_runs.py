@@ -164,6 +164,7 @@ def test_route_shows_and_saves_the_routes_of_a_run(finished, tmp_path, capsys):
     for arguments, sentence in (
         (["--bucket", "2"], "give 0 to 1"),
         (["--save", str(tmp_path / "no" / "r.json")], "make it"),
+        (["--save", str(tmp_path)], "is a folder"),
     ):
         assert main(["route", str(finished), *arguments]) == 2
         assert sentence in capsys.readouterr().err

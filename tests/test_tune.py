@@ -145,6 +145,24 @@ def test_the_cache_is_where_the_variable_says(rng, tmp_path, monkeypatch):
     assert cache_folder() == tmp_path / ".cache" / "fp4bf16"
 
 
+def test_the_cache_keeps_what_other_runs_have_stored(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP4BF16_CACHE_DIR", str(tmp_path))
+    one, two = LatencyTable.load(), LatencyTable.load()  # two runs that begin at the same time
+    one.update(*WHERE[:3], "cpu", 1.0)
+    two.update(*WHERE, 2.0)
+    two.save()
+    one.save()
+    found = LatencyTable.load()
+    assert found.get(*WHERE[:3], "cpu") == Latency(1.0, 1) and found.get(*WHERE) == Latency(2.0, 1)
+    assert len(one) == len(two) == 1  # what a run goes by is its own
+    two.update(*WHERE, 4.0)
+    two.save()
+    assert LatencyTable.load().get(*WHERE) == Latency(3.0, 2)
+    (tmp_path / "latency.json").write_text("broken")
+    two.save()
+    assert LatencyTable.load() == two
+
+
 BROKEN = [
     "", "not JSON", "[]", "{}", '{"format": "fp4bf16-latency"}',
     '{"format": "fp4bf16-latency", "version": 2, "window": 16, "entries": []}',
@@ -156,6 +174,9 @@ BROKEN = [
     '"entries": [["conv2d", [1], "fp4", "cpu", 1.0, 0]]}',
     '{"format": "fp4bf16-latency", "version": 1, "window": 16, '
     '"entries": [["conv2d", [1], "fp9", "cpu", 1.0, 1]]}',
+    '{"format": "fp4bf16-latency", "version": 1, "window": 16, '
+    f'"entries": [["conv2d", [1], "fp4", "cpu", 1{"0" * 400}, 1]]}}',
+    '{"format": "fp4bf16-latency", "version": 1, "window": true, "entries": []}',
     "[" * 100_000,
 ]  # fmt: skip
 

@@ -36,7 +36,7 @@ def quick_spectral_norm_upper(w: np.ndarray, squarings: int = 4) -> float:
             found.append(formulas.spectral_norm_upper(w))
             return
         radius = formulas.radius_upper((gram + gram.T) / 2, squarings)
-        slack = formulas.float32_gram_slack(w.shape[1], size)
+        slack = formulas.float32_gram_slack(*w.shape, size)
         found.append(math.sqrt(radius + slack) * (1 + 2.0**-20))
 
     run_inline(run)

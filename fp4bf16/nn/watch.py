@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..certify import Certificate, sketching
 from ..errors import NonFiniteError
 from ..tracks import resolve_track, tracks
@@ -130,7 +132,7 @@ def watched(layer: Any, x: Any, make: Callable[..., Variable], watchers: tuple[W
         if any(wishes):
             certify = ("bound" if drawn is None else True), found
     try:
-        with nullcontext() if drawn is None else sketching(*drawn):
+        with nullcontext() if drawn is None else sketching(*drawn, _on_host(layer.weight)):
             y = make(layer.track, certify)
     except NonFiniteError as error:
         given = [watcher.refused(layer, x, run, error) for watcher in watchers] if fp4 else []
@@ -139,8 +141,19 @@ def watched(layer: Any, x: Any, make: Callable[..., Variable], watchers: tuple[W
             raise
         return instead[0]
     for watcher in watchers:
-        y = watcher.product(layer, x, y, run, found[0] if found else None)
+        given = watcher.product(layer, x, y, run, found[0] if found else None)
+        if not isinstance(given, Variable) or given.shape != y.shape:
+            what = f"{type(given).__name__} of shape {getattr(given, 'shape', None)}"
+            raise TypeError(
+                f"{type(watcher).__name__}.product: a {what} came back for {layer.key or 'a layer'}, but a "
+                f"Variable of shape {y.shape} is needed; return y or run(track)"
+            )
+        y = given
     return y
+
+
+def _on_host(weight: Variable) -> np.ndarray | None:
+    return weight.data if isinstance(weight.data, np.ndarray) else None
 
 
 _tap_op = Op(

@@ -30,10 +30,7 @@ class Candidate:
         """saved_us a unit of loss; infinite for a layer that costs no loss."""
         if self.saved_us <= 0:
             return 0.0
-        try:
-            return self.saved_us / self.omega if self.omega > 0 else math.inf
-        except OverflowError:
-            return math.inf
+        return self.saved_us / self.omega if self.omega > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,9 @@ def allocate(
     Layers that are on FP4 now (`keep`) do not flap: put in order, their ratio counts 1 + hysteresis times,
     and they may stay until the sum passes the budget by the same factor. So a layer drives another out only
     if its ratio is better by more than 1 + hysteresis, and a layer that came in at the budget's edge leaves
-    only when omegas or budget have moved by more than that. What comes in never takes the sum over the
-    budget. A layer that FP4 does not make faster stays on BF16 whatever it costs.
+    only when omegas or budget have moved by more than that. Where a layer that costs any loss comes in, the
+    sum is within the budget: those that are worse than it make room. A layer that FP4 does not make faster
+    stays on BF16 whatever it costs.
 
     Args:
         candidates: with different names; the result does not depend on their order.
@@ -102,20 +100,23 @@ def _filled(
     )  # fmt: skip
     fp4: list[Candidate] = []
     reasons: dict[str, str] = {}
-    spent, refused = 0.0, False
+    spent, refused, entered = 0.0, False, False
     for c in order:
         cost, stays = max(0.0, c.omega), c.name in kept
+        # Past the budget only those stay that were there already, and only as long as nothing new came in
+        most = budget * factor if stays and not entered else budget
         if c.saved_us <= 0:
             reasons[c.name] = f"FP4 saves nothing here ({c.saved_us:.4g} {unit})"
-        elif spent + cost <= budget or (stays and spent + cost <= budget * factor):
+        elif spent + cost <= most:
             over = spent + cost > budget
             spent += cost
+            entered |= cost > 0 and not stays
             fp4.append(c)
             reasons[c.name] = f"{_trade(c, unit)}: " + (
                 f"stays, within the hysteresis of the budget of {budget:.3g}" if over else "within the budget"
             )
         else:
-            refused, left = True, max(0.0, budget * (factor if stays else 1.0) - spent)
+            refused, left = True, max(0.0, most - spent)
             reasons[c.name] = f"{_trade(c, unit)}: the budget of {budget:.3g} has {left:.3g} left"
     return fp4, reasons, spent, refused
 

@@ -7,6 +7,7 @@ written down can be made again, to the bit, without a clock and without a measur
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -47,6 +48,15 @@ class Decision:
     def reasons_of(self, bucket: int | None = None) -> dict[str, str]:
         """Why each layer runs on its track in a bucket; None: in training."""
         return self.bucket_reasons[bucket] if bucket is not None and self.bucket_reasons else self.reasons
+
+    def totals(self, bucket: int | None = None) -> tuple[float, float]:
+        """(predicted rise of the loss, what is saved) by the route of a bucket; None: by training's."""
+        if bucket is None or not self.bucket_reasons:
+            return self.spent, self.saved
+        route, layers = self.routes[bucket], self.inputs["layers"]
+        fast = [known for name, known in layers.items() if route[name] == self.inputs["fast"]]
+        costs = [max(0.0, cost) for known in fast if (cost := _cost(known, bucket)) is not None]
+        return math.fsum(costs), math.fsum(known["saved"] for known in fast)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `from_dict` takes them back to the bit."""
@@ -92,7 +102,7 @@ def settle(inputs: Mapping[str, Any]) -> Decision:
 
     A layer's cost is its omega times max(1, disturbance), disturbance = n^2 / (tr Sigma / B): how much more
     FP4 disturbs the gradient of a step than drawing another batch would. Noise under that of sampling costs
-    nothing extra; the rule is this package's own.
+    nothing extra; the rule is this package's own. A cost that is no finite number leaves its layer on BF16.
 
     Raises `ValueError` as `allocate` does.
     """
@@ -119,20 +129,27 @@ def _reasons(inputs: Mapping[str, Any], part: Allocation) -> dict[str, str]:
     return {name: fixed.get(name) or part.reasons[name] for name in inputs["order"]}
 
 
+def _cost(known: Mapping[str, Any], bucket: int | None) -> float | None:
+    """What a layer costs at the noise levels of a bucket (None: at all), None where that is not known."""
+    omega = known["all"] if bucket is None or known["omega"][bucket] is None else known["omega"][bucket]
+    return None if omega is None else omega * max(1.0, known["disturbance"] or 1.0)
+
+
 def _allocated(
     inputs: Mapping[str, Any], budget: float | None, bucket: int | None, before: Mapping[str, str]
 ) -> Allocation:
     candidates, reasons = [], {}
     for name, known in inputs["layers"].items():
-        omega = known["all"] if bucket is None or known["omega"][bucket] is None else known["omega"][bucket]
+        cost = _cost(known, bucket)
         if name in inputs["held"]:
             reasons[name] = inputs["held"][name]
-        elif omega is None:
+        elif cost is None:
             reasons[name] = "its sensitivity has not been measured yet"
         elif budget is None:
             reasons[name] = "no loss has been observed yet, of which the budget is a share"
+        elif not math.isfinite(cost):
+            reasons[name] = f"its predicted rise of the loss is {cost}"
         else:
-            cost = omega * max(1.0, known["disturbance"] or 1.0)
             candidates.append(Candidate(name, cost, known["saved"], known["flops"]))
     keep = {name for name, track in before.items() if track == inputs["fast"]}
     chosen = allocate(candidates, budget or 0.0, keep, inputs["hysteresis"], inputs["unit"])
@@ -153,29 +170,3 @@ def _changes(bucket: int | None, before: Mapping, after: Mapping, reasons: Mappi
         for n, t in after.items()
         if n in before and before[n] != t
     ]
-
-
-class Average:
-    """An exponential moving average without the bias of its beginning: each value counts `memory` times the
-    next.
-
-    >>> a = Average(0.5)
-    >>> a.update(4.0), a.update(1.0)
-    (4.0, 2.0)
-    """
-
-    __slots__ = ("memory", "total", "weight")
-
-    def __init__(self, memory: float, total: float = 0.0, weight: float = 0.0):
-        self.memory, self.total, self.weight = memory, total, weight
-
-    def update(self, value: float) -> float:
-        """Add one value; returns the average."""
-        self.total = self.memory * self.total + (1.0 - self.memory) * value
-        self.weight = self.memory * self.weight + (1.0 - self.memory)
-        return self.total / self.weight
-
-    @property
-    def value(self) -> float | None:
-        """The average, None before the first value."""
-        return self.total / self.weight if self.weight > 0 else None

@@ -34,11 +34,9 @@ from .observing import Observing
 from .pins import FAST, layers_of
 from .router import Router
 from .routes import RouteSet, check_route
-from .sensitivity import Demotion, GradientVariance
 
 FORWARDS = ("fp4", "router")
 _SKETCH_EVERY = 20  # products to one that is estimated
-_LEAST_SEEN = 3  # sampled steps before a layer is taken to BF16 for the noise of its gradient
 
 
 class Tolerant(Watcher):
@@ -124,7 +122,7 @@ class ClosedLoop(Observing):
         self.consistency = Consistency(s.consistency, s.consistency_layers, seed)
         self.sketcher = Sketcher(_SKETCH_EVERY, seed)
         self.feedback = Feedback(s.target, s.feedback)
-        self.variance, self.demotion = GradientVariance(), Demotion(least=_LEAST_SEEN)
+        self.renew()
         self.number, self._at = 0, 0
         self.events: list[dict[str, Any]] = []
         self.traces: dict[str, float] = {}

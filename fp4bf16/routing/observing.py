@@ -13,6 +13,7 @@ from .router import Router
 from .sensitivity import Demotion, GradientVariance, curvature_omega, fisher_omega, squared_error_scale
 
 _MICRO = 4  # a micro-batch is this part of a batch
+_LEAST_SEEN = 3  # sampled steps before a layer is taken to BF16 for the noise of its gradient
 
 
 class Observing:
@@ -39,6 +40,13 @@ class Observing:
         in the product; else that has an Omega of its own.
         """
         return "both" if self.settings.sensitivity == "outputs" else "activations"
+
+    def renew(self) -> None:
+        """Another objective begins, or other parameters are trained: what the gradients of the last ones have
+        shown is forgotten, for their norms do not compare. Omegas stay: they are of the network's own loss.
+        """
+        self.variance, self.demotion = GradientVariance(), Demotion(least=_LEAST_SEEN)
+        self.router.forget_gradients()
 
     def parts(self, count: int) -> list[slice]:
         """Two micro-batches of a batch of `count` entries, a quarter of it each; one where there is one

@@ -13,7 +13,8 @@ from typing import Any
 
 from ..errors import ConfigError, nearest
 from ..tracks import match_route
-from .decision import SLOW, Average, Decision, settle
+from .averages import Average
+from .decision import SLOW, Decision, settle
 from .pins import FAST, LayerInfo, free_track
 from .routes import RouteSet, check_route
 from .table import explain
@@ -27,7 +28,7 @@ class Router:
         pins: the user's route, which always wins (`free_track`).
         buckets: of noise levels that are routed on their own, from 1. budget: share of the loss that FP4 may
             add by the predictions. hysteresis: of `allocate`. batch: pictures of a training step, for the
-            gradient's variance. memory: of the moving averages, in [0, 1). ahead: steps between a decision
+            gradient's variance. decay: of the moving averages, in [0, 1). ahead: steps between a decision
             and the first that runs on it, from 1.
         start: what runs before the first decision: a track for the free layers, or saved routes.
 
@@ -53,20 +54,21 @@ class Router:
         hysteresis: float = 0.25,
         *,
         batch: int = 1,
-        memory: float = 0.8,
+        decay: float = 0.8,
         ahead: int = 1,
         start: str | RouteSet = SLOW,
     ):
         for what, value, least in (("buckets", buckets, 1), ("batch", batch, 1), ("ahead", ahead, 1)):
-            if not (isinstance(value, int) and value >= least):
+            if type(value) is not int or value < least:
                 raise ConfigError(f"Router: {what} is {value!r}, but a whole number from {least} is needed")
-        for what, value in (("budget", budget), ("hysteresis", hysteresis), ("memory", memory)):
-            if not (0 <= value < math.inf and (what != "memory" or value < 1)):
-                span = "a number in [0, 1)" if what == "memory" else "a finite number from 0"
+        for what, value in (("budget", budget), ("hysteresis", hysteresis), ("decay", decay)):
+            top = 1 if what == "decay" else math.inf
+            if not (isinstance(value, int | float) and 0 <= value < top):
+                span = "a number in [0, 1)" if what == "decay" else "a finite number from 0"
                 raise ConfigError(f"Router: {what} is {value!r}, but {span} is needed")
         self.layers, self.pins = dict(layers), check_route(pins or {}, "pins")
         self.buckets, self.budget, self.hysteresis = buckets, float(budget), float(hysteresis)
-        self.batch, self.memory, self.ahead = batch, float(memory), ahead
+        self.batch, self.decay, self.ahead = batch, float(decay), ahead
         self._settle_pins()
         self._start = self._first(start)
         self.decisions: list[Decision] = []
@@ -105,11 +107,12 @@ class Router:
     def _forget(self) -> None:
         self._omega: dict[str, Average] = {}
         self._by_bucket: list[dict[str, Average]] = [{} for _ in range(self.buckets)]
-        self._variance: dict[str, Average] = {}
-        self._noise: dict[str, Average] = {}
+        self._variance: dict[str, float] = {}
+        self._noise: dict[str, float] = {}
         self._latency: dict[str, dict[str, Average]] = {}
-        self._loss = Average(self.memory)
-        self._broken: dict[str, str] = {}
+        self._loss = Average(self.decay)
+        # Why layers have no usable omega: at all noise levels, then of each bucket
+        self._broken: list[dict[str, str]] = [{} for _ in range(self.buckets + 1)]
         self._demoted: dict[str, str] = {}
 
     @property
@@ -140,11 +143,12 @@ class Router:
             step: at which, for the reasons.
             omega: predicted rise of the loss of each layer (in its units; estimates may be negative), at all
                 noise levels, or at those of `bucket`; a list has one mapping, or None, for each bucket. A
-                layer whose omega is not finite stays on BF16 until one is.
+                layer whose omega is not finite stays on BF16 until one of the same levels is.
             loss: of the step; one that is not finite is left out.
             variance: tr Sigma of each layer's gradient, a picture. noise: n of each, the norm of what FP4
-                changes in its gradient. Where both are known, FP4 costs more in a layer whose gradient it
-                disturbs more than drawing another batch does (`settle`).
+                changes in its gradient. Both as `GradientVariance` and `Demotion` have averaged them: the
+                last ones count, for an average of averages would lag. Where both are known, FP4 costs more
+                in a layer whose gradient it disturbs more than drawing another batch does (`settle`).
             demoted: layers whose gradient drowns in the noise of FP4, with (|g|, n) if it is a mapping; they
                 replace those of the last call.
             latency: microseconds {layer: {track: time}}.
@@ -167,13 +171,15 @@ class Router:
                 self._take_omega(step, part or {}, i)
         if loss is not None and math.isfinite(loss):
             self._loss.update(float(loss))
-        for averages, given in ((self._variance, variance), (self._noise, noise)):
-            for name, value in (given or {}).items():
-                if math.isfinite(value):
-                    averages.setdefault(name, Average(self.memory)).update(float(value))
+        for held, given in ((self._variance, variance), (self._noise, noise)):
+            held |= {name: float(value) for name, value in (given or {}).items() if math.isfinite(value)}
         if demoted is not None:
             self._demoted = {name: _demotion(step, name, demoted) for name in demoted}
         self._take_latency(latency or {})
+
+    def forget_gradients(self) -> None:
+        """Drop what was observed of gradients (variance, noise, demoted): another objective begins."""
+        self._variance, self._noise, self._demoted = {}, {}, {}
 
     def _known(self, what: str, given: Any) -> None:
         for part in given if what == "omega" and not isinstance(given, Mapping | type(None)) else [given]:
@@ -185,18 +191,19 @@ class Router:
 
     def _take_omega(self, step: int, omega: Mapping[str, float], bucket: int | None) -> None:
         averages = self._omega if bucket is None else self._bucket(self._by_bucket, bucket)
+        broken = self._broken[0 if bucket is None else bucket + 1]
         for name, value in omega.items():
             if math.isfinite(value):
-                self._broken.pop(name, None)
-                averages.setdefault(name, Average(self.memory)).update(float(value))
+                broken.pop(name, None)
+                averages.setdefault(name, Average(self.decay)).update(float(value))
             else:
-                self._broken[name] = f"its sensitivity was {float(value)} at step {step}"
+                broken[name] = f"its sensitivity was {float(value)} at step {step}"
 
     def _take_latency(self, latency: Mapping[str, Mapping[str, float]]) -> None:
         for name, by_track in latency.items():
             held = self._latency.setdefault(name, {})
             for track, value in by_track.items():
-                held.setdefault(track, Average(self.memory)).update(float(value))
+                held.setdefault(track, Average(self.decay)).update(float(value))
 
     def _bucket(self, parts: Sequence[Any], bucket: int) -> Any:
         if not (isinstance(bucket, int) and 0 <= bucket < self.buckets):
@@ -228,11 +235,12 @@ class Router:
     def disturbance(self, name: str) -> float | None:
         """n^2 / (tr Sigma / B): how much more FP4 disturbs the gradient of a step than its sampling does.
 
-        None if unknown: an estimate of the variance can be negative, which says nothing.
+        None if unknown: an estimate of the variance can be 0 or less, which says nothing. n is taken as
+        observed; that of a micro-batch is more than a batch's where FP4 disturbs pictures independently.
         """
         if name not in self._noise or name not in self._variance:
             return None
-        n, variance = self._noise[name].value, self._variance[name].value
+        n, variance = self._noise[name], self._variance[name]
         ratio = n * n * self.batch / variance if variance > 0 else math.inf
         return ratio if math.isfinite(ratio) else None
 
@@ -262,7 +270,8 @@ class Router:
         free = self.free
         timed = all(self.saved_us(name) is not None for name in free)
         before = self._planned(step + self.ahead)
-        held = {name: reason for name, reason in {**self._broken, **self._demoted}.items() if name in free}
+        known = {name: why for part in (*reversed(self._broken), self._demoted) for name, why in part.items()}
+        held = {name: reason for name, reason in known.items() if name in free}
         # One that is held for a while returns by itself: what it has won is not taken from it meanwhile
         held |= {n: why for n, (_, until, why) in self._held.items() if until is None}
         return {
@@ -388,9 +397,9 @@ class Router:
 
         return {
             "buckets": self.buckets, "layers": list(self.layers), "omega": plain(self._omega),
-            "by_bucket": [plain(part) for part in self._by_bucket], "variance": plain(self._variance),
-            "noise": plain(self._noise), "latency": {n: plain(held) for n, held in self._latency.items()},
-            "loss": [self._loss.total, self._loss.weight], "broken": dict(self._broken),
+            "by_bucket": [plain(part) for part in self._by_bucket], "variance": dict(self._variance),
+            "noise": dict(self._noise), "latency": {n: plain(held) for n, held in self._latency.items()},
+            "loss": [self._loss.total, self._loss.weight], "broken": [dict(part) for part in self._broken],
             "demoted": dict(self._demoted), "held": {n: list(value) for n, value in self._held.items()},
             "decisions": [d.to_dict() for d in self.decisions],
         }  # fmt: skip
@@ -406,13 +415,13 @@ class Router:
             )
 
         def made(averages: Mapping[str, Any]) -> dict[str, Average]:
-            return {name: Average(self.memory, *value) for name, value in averages.items()}
+            return {name: Average(self.decay, *value) for name, value in averages.items()}
 
         self._omega, self._by_bucket = made(state["omega"]), [made(part) for part in state["by_bucket"]]
-        self._variance, self._noise = made(state["variance"]), made(state["noise"])
+        self._variance, self._noise = dict(state["variance"]), dict(state["noise"])
         self._latency = {name: made(held) for name, held in state["latency"].items()}
-        self._loss = Average(self.memory, *state["loss"])
-        self._broken, self._demoted = dict(state["broken"]), dict(state["demoted"])
+        self._loss = Average(self.decay, *state["loss"])
+        self._broken, self._demoted = [dict(part) for part in state["broken"]], dict(state["demoted"])
         self._held = {name: tuple(value) for name, value in state["held"].items()}
         self.decisions = [Decision.from_dict(d) for d in state["decisions"]]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..tracks import check_track
+from ..tune import write_text
 
 FORMAT, VERSION = "fp4bf16-route", 1
 _LARGEST_FILE = 16 << 20  # bytes
@@ -165,16 +165,7 @@ def save_routes(path: str | os.PathLike, routes: RouteSet | Mapping[str, str]) -
     text = json.dumps(routes.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     if not path.parent.is_dir():
         raise FileNotFoundError(f"save_routes: {path}: the folder {path.parent} is not there; make it first")
-    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_text(path, text)
     return path
 
 
@@ -184,13 +175,24 @@ def load_routes(path: str | os.PathLike) -> RouteSet:
     Raises `ConfigError` naming the file and what is wrong with it, `OSError` if it cannot be read.
     """
     path = Path(path)
-    if path.stat().st_size > _LARGEST_FILE:
-        raise ConfigError(f"{path}: has {path.stat().st_size} bytes, but a route has {_LARGEST_FILE} at most")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
+        return RouteSet.from_dict(parsed(path), str(path))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path}: is no JSON of a route: {error}") from None
-    return RouteSet.from_dict(data, str(path))
+
+
+def parsed(path: Path) -> Any:
+    """What JSON a file holds. Raises `ValueError` saying why it is none that a route can be, `OSError` if it
+    cannot be read.
+    """
+    if (size := path.stat().st_size) > _LARGEST_FILE:
+        raise ValueError(f"it has {size} bytes, but a route has {_LARGEST_FILE} at most")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

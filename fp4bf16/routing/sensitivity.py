@@ -4,7 +4,8 @@ All Omega are in units of the loss and are second-order terms of Taylor's expans
 of a change d: that of a weight, Q(W) - W, or of a product, y_fp4 - y_bf16. The first-order term g^T d is left
 out, since rounding errors have no preferred direction. The difference of a product holds the error of both
 its operands: a weight's Omega may be added to that of the activations alone
-(``ActivationProbe(operands="activations")``); added to that of the whole product it would count twice.
+(``ActivationProbe(operands="activations")``); added to that of the whole product it would count twice. For
+the dual track, whose errors are smaller, they are those of FP4: on the safe side.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..nn.tape import Variable, grad_enabled, no_grad
 from ..nn.watch import Watcher, tap, track_of
 from ..quantize import dequantize
 from ..tracks import tracks
+from .averages import Averages
 from .curvature import Trace
 
 #: What an `ActivationProbe` measures the error of.
@@ -66,9 +68,10 @@ def fisher_omega(v_hat: Any, parameter: Parameter, batch: int, scale: float = 1.
     Adam's second moment averages g^2 of the *batch-mean* gradient: E[v] = |mean|^2 + Var / batch for single
     pictures' gradients of variance Var. Times `batch` that is the pictures' own mean square, E[g_1^2], as
     long as the mean gradient is small beside its noise; where it is not, early in training, Omega is too
-    large by batch |mean|^2. E[g_1^2] equals the Hessian's diagonal where the loss is a negative
-    log-likelihood that the model fits (log-sigmoid preference losses are); for a squared error `scale` makes
-    up for the units (`squared_error_scale`).
+    large by batch |mean|^2. Gradients count as the optimizer got them: where their norm was clipped, Omega is
+    too small by the square of the factor, for all layers alike. E[g_1^2] equals the Hessian's diagonal where
+    the loss is a negative log-likelihood that the model fits (log-sigmoid preference losses are); for a
+    squared error `scale` makes up for the units (`squared_error_scale`).
 
     Args:
         v_hat: Adam's second moment of this weight (its shape), divided by 1 - beta_2^count.
@@ -239,50 +242,6 @@ def _square(array: Any) -> float:
     return float(np.einsum("i,i->", flat, flat, dtype=np.float64))
 
 
-class _Averages:
-    """Exponential moving averages of several numbers a name, each from its first value on.
-
-    Sums and the sum of the weights are kept, so that a mean of few values is not drawn towards 0. Rows with a
-    number that is not finite are left out and counted: one of them would stay in the average for ever.
-    """
-
-    def __init__(self, where: str, decay: float, columns: int):
-        if not 0 <= decay < 1:
-            raise ConfigError(f"{where}: decay is {decay}, but must be from 0 to below 1; 0.9 is a usual one")
-        self.where, self.decay, self.columns = where, decay, columns
-        self.sums: dict[str, list[float]] = {}
-        self.skipped: dict[str, int] = {}
-
-    def add(self, name: str, row: Sequence[float]) -> None:
-        if not all(math.isfinite(v) for v in row):
-            self.skipped[name] = self.skipped.get(name, 0) + 1
-            return
-        old = self.sums.get(name, [0.0] * (self.columns + 1))
-        new = [*row, 1.0]
-        self.sums[name] = [self.decay * a + (1 - self.decay) * b for a, b in zip(old, new, strict=True)]
-
-    def means(self, name: str) -> list[float]:
-        if name not in self.sums:
-            raise KeyError(
-                f"{self.where}: nothing is known of {name!r} yet; its gradient has to be given to update()"
-            )
-        *sums, weight = self.sums[name]
-        return [v / weight for v in sums]
-
-    def state(self) -> dict[str, Any]:
-        return {"sums": {k: list(v) for k, v in self.sums.items()}, "skipped": dict(self.skipped)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        sums = {str(k): [float(x) for x in v] for k, v in state["sums"].items()}
-        for name, row in sums.items():
-            if len(row) != self.columns + 1:
-                raise ConfigError(
-                    f"{self.where}: the state of {name!r} has {len(row)} numbers instead of "
-                    f"{self.columns + 1}; restore what state() of this class gave"
-                )
-        self.sums, self.skipped = sums, {str(k): int(v) for k, v in state["skipped"].items()}
-
-
 class GradientVariance:
     """tr Sigma of each layer: the variance of single pictures' gradients, summed over the layer's elements.
 
@@ -301,7 +260,7 @@ class GradientVariance:
     """
 
     def __init__(self, decay: float = 0.9):
-        self._averages = _Averages("GradientVariance", decay, 4)
+        self._averages = Averages("GradientVariance", decay, 4)
 
     def update(
         self, small: Mapping[str, float], big: Mapping[str, float], b_small: float, b_big: float
@@ -355,7 +314,7 @@ class GradientVariance:
 
     def traces(self) -> dict[str, float]:
         """`trace` of every layer seen."""
-        return {name: self.trace(name) for name in self._averages.sums}
+        return {name: self.trace(name) for name in self._averages}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON-able; `restore` takes it back bit for bit."""
@@ -385,7 +344,7 @@ class Demotion:
 
     def __init__(self, decay: float = 0.9, least: int = 1):
         _check_positive("Demotion", least=least)
-        self._averages, self.least = _Averages("Demotion", decay, 2), least
+        self._averages, self.least = Averages("Demotion", decay, 2), least
         self._count: dict[str, int] = {}
 
     def update(self, g4: Mapping[str, Any], g16: Mapping[str, Any]) -> None:
@@ -404,9 +363,7 @@ class Demotion:
                 )
             with np.errstate(invalid="ignore", over="ignore"):
                 row = math.sqrt(_square(b)), math.sqrt(_square(np.subtract(a, b, dtype=np.float64)))
-            before = self._averages.skipped.get(name, 0)
-            self._averages.add(name, row)
-            if self._averages.skipped.get(name, 0) == before:
+            if self._averages.add(name, row):
                 self._count[name] = self._count.get(name, 0) + 1
 
     @property
@@ -416,7 +373,7 @@ class Demotion:
 
     def norms(self) -> dict[str, tuple[float, float]]:
         """{layer: (|g|, n)}, the moving averages."""
-        return {name: tuple(self._averages.means(name)) for name in self._averages.sums}
+        return {name: tuple(self._averages.means(name)) for name in self._averages}
 
     def demoted(self) -> dict[str, tuple[float, float]]:
         """{layer: (|g|, n)} of those with |g| < sqrt(3) n."""

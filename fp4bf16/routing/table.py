@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .decision import Decision
     from .router import Router
 
 
@@ -32,7 +33,7 @@ def explain(router: Router, step: int, bucket: int | None = None) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([_summary(router, step, bucket), *lines, *_about(decision)]) + "\n"
+    return "\n".join([_summary(router, step, bucket), *lines, *_about(decision, bucket)]) + "\n"
 
 
 def reason(router: Router, step: int, name: str, bucket: int | None = None) -> str:
@@ -54,20 +55,18 @@ def _summary(router: Router, step: int, bucket: int | None) -> str:
     return f"step {step}, {which}: {100 * router.fp4_share(step, bucket):.1f} % of the FLOPs not on BF16"
 
 
-def _about(decision) -> list[str]:
+def _about(decision: Decision | None, bucket: int | None) -> list[str]:
     if decision is None:
         return []
+    spent, saved = decision.totals(bucket)
     lines = [f"decided at step {decision.step}, in force from step {decision.holds_from}"]
     if decision.budget is not None:
         lines[0] += (
-            f"; predicted rise of the loss {decision.spent:.3g} of a budget of {decision.budget:.3g} "
+            f"; predicted rise of the loss {spent:.3g} of a budget of {decision.budget:.3g} "
             f"({100 * decision.inputs['budget']:.3g} % of the loss x {decision.inputs['factor']:.3g})"
         )
-        saved = f"{decision.saved:.4g} {decision.unit}"
-        edge = (
-            ""
-            if decision.threshold is None
-            else f"; threshold {decision.threshold:.3g} {decision.unit} a unit"
-        )
-        lines.append(f"saves {saved} a call{edge}")
+        # The threshold is that of training's route
+        told = decision.threshold is not None and bucket is None
+        edge = f"; threshold {decision.threshold:.3g} {decision.unit} a unit of loss" if told else ""
+        lines.append(f"saves {saved:.4g} {decision.unit} a call{edge}")
     return lines

@@ -24,6 +24,7 @@ from ..errors import (
     nearest,
 )
 from ..routing import RouteSet
+from ..routing.routes import parsed
 from . import route_cli
 from .config import PRESETS, Config, check, from_dict, get_preset, override, with_objective, with_value
 
@@ -229,7 +230,7 @@ def _read_route(path: Path) -> dict[str, Any]:
     `routes`.
     """
     try:
-        route = json.loads(path.read_text(encoding="utf-8"))
+        route = parsed(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--route {path}: cannot be read as JSON ({error})") from error
     if isinstance(route, dict) and "format" in route:

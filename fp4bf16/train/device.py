@@ -103,6 +103,8 @@ class CudaEngine(CudaPolicy, CudaSampler):
         self._begin_old(self.config.align.objective == "nft")
         self._forget("base")  # its pool is as large as a step of training
         self._base = None
+        if self.loop is not None:
+            self.loop.renew()
 
     # --------------------------------------------------------------------------------------- the optimizer
 

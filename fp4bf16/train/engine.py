@@ -158,6 +158,8 @@ class HostEngine(HostPolicy):
         flat.touch()
         self._adapt(aligning=True)
         self._renew(aligning=True)
+        if self.loop is not None:
+            self.loop.renew()
 
     # ------------------------------------------------------------------------------------------------ steps
 

@@ -76,7 +76,7 @@ def summary(history: History) -> str:
         said.append(f"{_count(held, 'layer')} {'was' if held == 1 else 'were'} held on BF16 for a while.")
     again = int(sum(finite(loop.get("fallbacks")) or 0 for _, _, loop in history.loops))
     if again:
-        said.append(f"{_count(again, 'time')} a step was made again with a layer on BF16.")
+        said.append(f"Steps were made again with {_count(again, 'layer')} on BF16, summed over the steps.")
     return " ".join(said)
 
 

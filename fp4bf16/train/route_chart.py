@@ -266,7 +266,7 @@ class Panel:
 
 def panels(history: History, marks: Mapping[str, float]) -> list[Panel]:
     """Those of which there are numbers."""
-    loops = history.loops
+    loops = [loop for loop in history.loops if history.lengths.get(loop[0])]  # of stages that are on the axis
     blue, orange = COLOURS[0], COLOURS[1]
     share, budget = Curve("fp4_share", "", blue), Curve("budget", "", blue)
     certified = [

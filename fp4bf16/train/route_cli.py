@@ -80,6 +80,8 @@ def route_command(arguments: argparse.Namespace) -> int:
     if arguments.save is not None:
         if not arguments.save.parent.is_dir():
             raise ConfigError(f"--save {arguments.save}: there is no folder {arguments.save.parent}; make it")
+        if arguments.save.is_dir():
+            raise ConfigError(f"--save {arguments.save}: is a folder; name a file in it")
         about = {"run": arguments.run.name, "step": loop.number}
         path = save_routes(arguments.save, RouteSet(routes.buckets, routes.training, about))
         print(f"routes: {path}")
