@@ -97,7 +97,9 @@ class Observing:
         if fast is not None and small:
             self.demotion.update(fast, small[0])
             norms = self.demotion.norms()
-            told["noise"] = {n: noise for n, (_, noise) in norms.items() if n in self.router.layers}
+            # FP4 disturbs each picture's gradient in its own way: a whole batch's noise is as much smaller
+            whole = math.sqrt(min(1.0, batch / self.router.batch))
+            told["noise"] = {n: whole * noise for n, (_, noise) in norms.items() if n in self.router.layers}
             told["demoted"] = {n: v for n, v in self.demotion.demoted().items() if n in self.free}
         self.router.observe(number, **told)
         if known:

@@ -235,8 +235,7 @@ class Router:
     def disturbance(self, name: str) -> float | None:
         """n^2 / (tr Sigma / B): how much more FP4 disturbs the gradient of a step than its sampling does.
 
-        None if unknown: an estimate of the variance can be 0 or less, which says nothing. n is taken as
-        observed; that of a micro-batch is more than a batch's where FP4 disturbs pictures independently.
+        None if unknown: an estimate of the variance can be 0 or less, which says nothing. n: of a batch.
         """
         if name not in self._noise or name not in self._variance:
             return None
