@@ -350,8 +350,8 @@ class Sketches(nn.Watcher):
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 @pytest.mark.parametrize("track", ["fp4", "dual"])
 def test_estimates_see_what_the_twin_of_a_weight_lost(rng, kind, track):
-    """With inputs on the grid all of the distance is the weight's error. At 1e-3 a call, more than 4 failures
-    of 100 have probability 8e-8 (Poisson with mean 0.1).
+    """With inputs on the grid most of the distance is the weight's error. At 1e-3 a call, more than 4
+    failures of 100 have probability 8e-8 (Poisson with mean 0.1).
     """
     layer = nn.Linear(64, 20) if kind == "linear" else nn.Conv2d(16, 8, 3, padding=1)
     shape = (9, 64) if kind == "linear" else (2, 5, 5, 16)
