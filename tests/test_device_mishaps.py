@@ -56,6 +56,9 @@ class Stream:
     def __init__(self, answer):
         self.answer = answer
 
+    def __repr__(self):
+        return f"Stream({self.answer!r})"
+
     def __cuda_stream__(self):
         return self.answer
 

@@ -218,7 +218,7 @@ def test_loggers_get_no_curve_of_each_layer(tmp_path, finished):
 
 
 @pytest.mark.parametrize("how, said", [
-    ("bf16", ""), ("fp4", "training's forward on the route"), ("router", "a router by fisher, for 2 % of"),
+    ("bf16", ""), ("fp4", "training's forward on the route"), ("router", "a router (outputs), for 2 % of"),
 ])  # fmt: skip
 def test_the_plan_says_what_the_loop_does(how, said, capsys):
     assert main(["train", "--preset", "ci", "--set", f"loop.forward={how}", "--dry-run"]) == 0
