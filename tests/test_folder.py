@@ -205,7 +205,7 @@ def test_two_runs_in_one_folder(tmp_path):
         (b'{"config": 3}', "cannot be read (no object 'config')"),
         (b'{"config": {}, "start": ["base"]}', "cannot be read (no object 'start')"),
         (b'{"config": {}, "versions": 1}', "cannot be read (no object 'versions')"),
-        (b'{"config": {}}', "holds a run with align.batch = None, but this one has align.batch = "),
+        (b'{"config": {}}', "holds a run with align.batch = 32, but this one has align.batch = 8"),
     ],
 )
 def test_a_damaged_configuration(content, sentence, tmp_path):
