@@ -210,8 +210,10 @@ def test_editable(environment):
 @pytest.mark.slow
 def test_cuda_on_without_nvcc_fails_in_a_sentence(environment):
     path = str(environment.python.parent)  # no compiler on it
-    status, text = environment.pip(ROOT, "--config-settings", "cmake.define.FP4BF16_CUDA=ON", check=False, PATH=path,
-                                   SKBUILD_BUILD_DIR=str(environment.folder / "failed"))  # fmt: skip
+    status, text = environment.pip(
+        ROOT, "--config-settings", "cmake.define.FP4BF16_CUDA=ON", check=False, PATH=path,
+        SKBUILD_BUILD_DIR=str(environment.folder / "failed"),
+    )  # fmt: skip
     assert status != 0
     assert re.search(r"FP4BF16_CUDA=ON,\s+but\s+(no nvcc was found|\S+\s+cannot)", text)
 
