@@ -103,6 +103,49 @@ def conv2d_vjp(g, x, w, stride: int = 1, padding=0) -> tuple[np.ndarray, np.ndar
     return dx, dw, np.asarray(g, np.float64).sum((0, 1, 2))
 
 
+#: (a, r) -> the taps of one side of a 3x3 kernel that lie on pixel y + a - 1 + r of the small pictures when
+#: the kernel stands on pixel 2 y + a of the upsampled ones.
+PHASE_TAPS = {(0, 0): (0,), (0, 1): (1, 2), (1, 0): (0, 1), (1, 1): (2,)}
+
+
+def phase_weights(w) -> np.ndarray:
+    """w (O, 3, 3, C) -> (O, 2, 2, 2, 2, C) of w's dtype, for `upsample_conv`: [:, a, b] is the 2x2 kernel of
+    the pixels (2 y + a, 2 x + b) of the result. Taps are added up line by line, in ascending order.
+
+    >>> phase_weights(np.arange(9.0).reshape(1, 3, 3, 1))[0, 1, 0, :, :, 0]  # {0, 1} or {2} by {0} or {1, 2}
+    array([[ 3., 12.],
+           [ 6., 15.]])
+    """
+    w = np.asarray(w)
+    out = np.zeros((w.shape[0], 2, 2, 2, 2, w.shape[3]), w.dtype)
+    for (a, r), rows in PHASE_TAPS.items():
+        for (b, s), columns in PHASE_TAPS.items():
+            total = None
+            for i in rows:
+                for j in columns:
+                    total = w[:, i, j] if total is None else total + w[:, i, j]
+            out[:, a, b, r, s] = total
+    return out
+
+
+def upsample_conv(x, w, bias=None, track: str = "bf16", fmt: str = "nvfp4_exact") -> np.ndarray:
+    """conv2d with padding 1 of w (O, 3, 3, C) on x (N, H, W, C), whose pixels count as 2 x 2 each, as four
+    convolutions of x itself: float64 (N, 2H, 2W, O).
+
+    A track rounds or quantises the `phase_weights`, each phase of an output channel being an output channel.
+    """
+    n, height, width, c = x.shape
+    kernels = phase_weights(w)
+    x, flat = operands(x, kernels.reshape(-1, 2, 2, c), track, fmt)
+    kernels = np.asarray(flat, np.float64).reshape(kernels.shape)
+    y = np.zeros((n, 2 * height, 2 * width, w.shape[0]))
+    for a in (0, 1):
+        for b in (0, 1):
+            pads = ((1 - a, a), (1 - b, b))
+            y[:, a::2, b::2] = conv2d(x, kernels[:, a, b], 1, pads)
+    return y if bias is None else y + np.asarray(bias, np.float64)
+
+
 def operands(x, w, track: str = "bf16", fmt: str = "nvfp4_exact"):
     """The two arrays that `track` convolves: rounded to BF16, quantised and decoded, or as they are
     ("reference").

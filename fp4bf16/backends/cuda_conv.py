@@ -71,12 +71,13 @@ def _arguments(
     activation: str | None = None, bias: DeviceArray | None = None, bias2: DeviceArray | None = None,
     image_bias: DeviceArray | None = None, residual: DeviceArray | None = None, accumulate: str = "promoted",
     config: int = 0, sums: DeviceArray | None = None, expanded: DeviceArray | None = None,
-    expanded_exponent: int = 0,
+    expanded_exponent: int = 0, phases: bool = False,
 ) -> Any:  # fmt: skip
     """The struct of a convolution; see `forward`."""
     fields = geo._asdict() | {
         "d": d.address, "d_dtype": DTYPES[d.dtype], "d_strides": strides(d), "alpha": alpha,
         "activation": ACTIVATIONS[activation], "accumulate": ACCUMULATE[accumulate], "config": config,
+        "phases": int(phases),
     }  # fmt: skip
     for bits, x, w in ((8, x8, w8), (16, x16, w16)):
         if x is not None:
@@ -115,6 +116,8 @@ def forward(geo: Geometry, d: DeviceArray, stream: int, *, simple: bool = False,
         sums: float32 (N, `sum_parts`, O, 2), becomes the sums and sums of squares of a bfloat16 d.
         expanded: uint8 (N, OH, OW, O), O a multiple of 16, becomes a bfloat16 d in nvfp4_exact (fast search,
             E4M3) under the outer scale 2^`expanded_exponent`, -119 to 120.
+        phases: x counts as upsampled to twice its size; weights are those of `phase_weights`, (O, 4 * kh * kw
+            * C) a row, and col_scale has 4 elements an output channel.
         config: a configuration by its number, 0: by shape. simple: the kernel without tensor cores.
     """
     call("conv2d_simple" if simple else "conv2d", _arguments(geo, d, **options), stream)
@@ -126,19 +129,28 @@ def sum_parts(geo: Geometry, d: DeviceArray, **options: Any) -> int:
 
 
 def dgrad(geo: Geometry, g: DeviceArray, w16: DeviceArray, dx: DeviceArray, stream: int, *,
-          residual: DeviceArray | None = None, config: int = 0, simple: bool = False) -> None:  # fmt: skip
+          residual: DeviceArray | None = None, config: int = 0, phases: bool = False,
+          simple: bool = False) -> None:  # fmt: skip
     """dx (N, H, W, C) = the gradient in the pictures, of g (N, OH, OW, O) and w16 (O, kh, kw, C), both
-    bfloat16, + residual.
+    bfloat16, + residual. phases: as in `forward`.
     """
     fields = geo._asdict() | {
         "c": dx.shape[3], "g": g.address, "w16": w16.address, "dx": dx.address, "g_strides": strides(g),
         "w16_stride": _row(w16), "dx_strides": strides(dx), "dx_dtype": DTYPES[dx.dtype], "config": config,
+        "phases": int(phases),
     }  # fmt: skip
     _added(fields, "residual", residual)
     if residual is not None:
         fields["residual_strides"] = strides(residual)
     args = filled("fp4bf16_conv2d_dgrad_args", fields)
     call("conv2d_dgrad_simple" if simple else "conv2d_dgrad", args, stream)
+
+
+def phase_weights(weight: DeviceArray, out: DeviceArray, stream: int) -> None:
+    """out (O, 2, 2, 2, 2, C) = what a 3x3 kernel (O, 3, 3, C) behind a nearest upsampling is on the small
+    pictures, one 2x2 kernel for each phase (a, b) of the result's pixels: `nn.fused.phase_weights`. float32.
+    """
+    call("phase_weights", weight.address, weight.shape[0], weight.shape[3], out.address, stream)
 
 
 def wgrad(geo: Geometry, g: DeviceArray, x: DeviceArray, dw: DeviceArray, stream: int, *,

@@ -13,12 +13,18 @@ constexpr int64_t kMostKernel = int64_t{1} << 15;
 constexpr int64_t kMostSize = int64_t{1}
                               << 40;  // elements, far beyond any memory: no sum of products overflows
 
+constexpr int kMostPhaseTaps = 8;
+
 long long ll(int64_t v) { return v; }
 
 // The dtype of an operand that is there.
 fp4bf16_status check_operand_dtype(const char* op, const char* name, fp4bf16_dtype dtype) {
     return check_range(op, name, dtype, FP4BF16_FLOAT32, FP4BF16_FLOAT16);
 }
+
+int64_t phase_count(const fp4bf16_conv2d_args& a) { return a.phases != 0 ? 4 : 1; }
+int64_t phase_count(const fp4bf16_conv2d_dgrad_args& a) { return a.phases != 0 ? 4 : 1; }
+int64_t phase_count(const fp4bf16_conv2d_wgrad_args&) { return 1; }
 
 template <class Args>
 fp4bf16_status check_geometry(const char* op, const Args& a) {
@@ -33,6 +39,24 @@ fp4bf16_status check_geometry(const char* op, const Args& a) {
     FP4BF16_TRY(check_range(op, "stride", a.stride, 1, kMostKernel));
     FP4BF16_TRY(check_range(op, "top", a.top, -kMostKernel, kMostKernel));
     return check_range(op, "left", a.left, -kMostKernel, kMostKernel);
+}
+
+// After check_geometry.
+template <class Args>
+fp4bf16_status check_phases(const char* op, const Args& a) {
+    FP4BF16_TRY(check_range(op, "phases", a.phases, 0, 1));
+    if (a.phases == 0) return FP4BF16_OK;
+    if (a.stride != 1 || a.kh * a.kw > kMostPhaseTaps)
+        return fail(
+            FP4BF16_INVALID_ARGUMENT,
+            "%s: phases is 1 with a kernel of %lld x %lld and stride %lld, but at most %d taps and stride "
+            "1 are taken; upsample the pictures, and pass 0",
+            op, ll(a.kh), ll(a.kw), ll(a.stride), kMostPhaseTaps);
+    if (a.oh % 2 == 0 && a.ow % 2 == 0) return FP4BF16_OK;
+    return fail(FP4BF16_INVALID_ARGUMENT,
+                "%s: phases is 1 and the result's sides are %lld x %lld, but both must be even; upsample the "
+                "pictures, and pass 0",
+                op, ll(a.oh), ll(a.ow));
 }
 
 // Pictures (n, h, w, c). The stride of an axis of one element is never used: it becomes one that every kernel
@@ -128,13 +152,20 @@ Pictures x16_of(fp4bf16_conv2d_args* a) {
     const bool own = a->x16_on_output == 0;
     return {"x16", a->x16, a->n, own ? a->h : a->oh, own ? a->w : a->ow, a->c16, a->x16_strides, 2};
 }
-int64_t taps16(const fp4bf16_conv2d_args& a) { return a.x16_on_output == 0 ? a.kh * a.kw : 1; }
+int64_t taps8(const fp4bf16_conv2d_args& a) { return a.kh * a.kw * phase_count(a); }
+int64_t taps16(const fp4bf16_conv2d_args& a) { return a.x16_on_output == 0 ? taps8(a) : 1; }
 
 fp4bf16_status check_conv2d(const char* op, fp4bf16_conv2d_args* a) {
     FP4BF16_TRY(check_geometry(op, *a));
     FP4BF16_TRY(check_range(op, "c8", a->c8, 0, kMostCount));
     FP4BF16_TRY(check_range(op, "c16", a->c16, 0, kMostCount));
     FP4BF16_TRY(check_range(op, "x16_on_output", a->x16_on_output, 0, 1));
+    FP4BF16_TRY(check_phases(op, *a));
+    if (a->phases != 0 && (a->residual != nullptr || a->x16_on_output != 0))
+        return fail(
+            FP4BF16_INVALID_ARGUMENT,
+            "%s: phases is 1 with %s, which lies on the result's own grid; pass 0, or add it afterwards", op,
+            a->residual != nullptr ? "a residual" : "x16_on_output = 1");
     FP4BF16_TRY(check_range(op, "accumulate", a->accumulate, FP4BF16_PROMOTED, FP4BF16_FAST));
     FP4BF16_TRY(check_range(op, "config", a->config, 0, INT32_MAX));
     FP4BF16_TRY(check_operand_dtype(op, "d_dtype", a->d_dtype));
@@ -142,7 +173,7 @@ fp4bf16_status check_conv2d(const char* op, fp4bf16_conv2d_args* a) {
     if (a->n == 0 || a->oh == 0 || a->ow == 0 || a->o == 0) return FP4BF16_OK;  // nothing is read or written
     FP4BF16_TRY(check_pictures(op, x8_of(a)));
     FP4BF16_TRY(check_pictures(op, x16_of(a)));
-    FP4BF16_TRY(check_rows(op, "w8", a->w8, a->o, a->kh * a->kw * a->c8, &a->w8_stride, 1));
+    FP4BF16_TRY(check_rows(op, "w8", a->w8, a->o, taps8(*a) * a->c8, &a->w8_stride, 1));
     FP4BF16_TRY(check_rows(op, "w16", a->w16, a->o, taps16(*a) * a->c16, &a->w16_stride, 2));
     return check_epilogue(op, a);
 }
@@ -151,11 +182,13 @@ fp4bf16_status check_dgrad(const char* op, fp4bf16_conv2d_dgrad_args* a) {
     FP4BF16_TRY(check_geometry(op, *a));
     FP4BF16_TRY(check_range(op, "c", a->c, 0, kMostCount));
     FP4BF16_TRY(check_range(op, "config", a->config, 0, INT32_MAX));
+    FP4BF16_TRY(check_phases(op, *a));
     FP4BF16_TRY(check_operand_dtype(op, "dx_dtype", a->dx_dtype));
     FP4BF16_TRY(check_result(op, {"dx", a->dx, a->n, a->h, a->w, a->c, a->dx_strides, size_of(a->dx_dtype)}));
     if (a->n == 0 || a->h == 0 || a->w == 0 || a->c == 0) return FP4BF16_OK;
     FP4BF16_TRY(check_pictures(op, {"g", a->g, a->n, a->oh, a->ow, a->o, a->g_strides, 2}));
-    FP4BF16_TRY(check_rows(op, "w16", a->w16, a->o, a->kh * a->kw * a->c, &a->w16_stride, 2));
+    const int64_t taps = a->kh * a->kw * phase_count(*a);
+    FP4BF16_TRY(check_rows(op, "w16", a->w16, a->o, taps * a->c, &a->w16_stride, 2));
     if (a->residual == nullptr) return FP4BF16_OK;
     FP4BF16_TRY(check_operand_dtype(op, "residual_dtype", a->residual_dtype));
     return check_pictures(op, {"residual", a->residual, a->n, a->h, a->w, a->c, a->residual_strides,
@@ -226,8 +259,9 @@ fp4bf16_status find_hopper(const char* op, bool* hopper) {
 template <class Args>
 bool usual(const Args& a) {
     const int64_t most = 32;
-    return a.stride <= 2 && a.kh * a.kw <= most && a.top >= -most && a.top <= most && a.left >= -most &&
-           a.left <= most && a.n > 0 && a.h > 0 && a.w > 0 && a.oh > 0 && a.ow > 0 && a.o > 0;
+    return a.stride <= 2 && a.kh * a.kw * phase_count(a) <= most && a.top >= -most && a.top <= most &&
+           a.left >= -most && a.left <= most && a.n > 0 && a.h > 0 && a.w > 0 && a.oh > 0 && a.ow > 0 &&
+           a.o > 0;
 }
 
 bool sm90_takes(const fp4bf16_conv2d_args& a) { return usual(a) && (a.c8 > 0 || a.c16 > 0); }
@@ -318,7 +352,7 @@ extern "C" int64_t fp4bf16_conv2d_sum_parts(const fp4bf16_conv2d_args* args) {
     if (check_pointer(op, "args", args, alignof(fp4bf16_conv2d_args)) != FP4BF16_OK) return 0;
     const fp4bf16_conv2d_args& a = *args;  // whose arrays need not be there yet
     if (check_geometry(op, a) != FP4BF16_OK || check_range(op, "c8", a.c8, 0, kMostCount) != FP4BF16_OK ||
-        check_range(op, "c16", a.c16, 0, kMostCount) != FP4BF16_OK)
+        check_range(op, "c16", a.c16, 0, kMostCount) != FP4BF16_OK || check_phases(op, a) != FP4BF16_OK)
         return 0;
     return sum_parts_of(a);
 }

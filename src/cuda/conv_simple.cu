@@ -25,20 +25,26 @@ struct Place {
 };
 
 // One track: X conv W at one element of the result, FP32 FMAs in the order of the taps, then the channels.
+// With phases the pixel's place in its 2 x 2 tells which of the weight's kernels it meets, and where.
 template <typename T>
 struct Track {
     const T *x, *w;
     const int64_t (&strides)[3];
     int64_t w_stride, channels, h, width, kh, kw, stride, top, left;
+    int phases;
 
     __device__ float sum(const Place& p) const {
         float total = 0.0f;
+        const int64_t a = phases != 0 ? p.y % 2 : 0, b = phases != 0 ? p.x % 2 : 0;
+        const int64_t first_y = phases != 0 ? p.y / 2 + a : p.y * stride;
+        const int64_t first_x = phases != 0 ? p.x / 2 + b : p.x * stride;
+        const T* kernel = w + p.c * w_stride + (2 * a + b) * kh * kw * channels;
         for (int64_t r = 0; r < kh; ++r)
             for (int64_t s = 0; s < kw; ++s) {
-                const int64_t y = p.y * stride + r - top, column = p.x * stride + s - left;
+                const int64_t y = first_y + r - top, column = first_x + s - left;
                 if (y < 0 || y >= h || column < 0 || column >= width) continue;
                 const T* pixel = x + at(strides, p.i, y, column);
-                const T* tap = w + p.c * w_stride + (r * kw + s) * channels;
+                const T* tap = kernel + (r * kw + s) * channels;
                 for (int64_t c = 0; c < channels; ++c)
                     total = __fmaf_rn(decode(pixel[c]), decode(tap[c]), total);
             }
@@ -49,8 +55,8 @@ struct Track {
 // The scales stand between the two tracks: the FP4 sum is multiplied, the BF16 sum then added to it.
 __global__ void __launch_bounds__(kThreads) conv2d_kernel(const __grid_constant__ fp4bf16_conv2d_args a) {
     wait_for_previous();
-    const Track<uint8_t> fp4{a.x8, a.w8, a.x8_strides, a.w8_stride, a.c8,  a.h,
-                             a.w,  a.kh, a.kw,         a.stride,    a.top, a.left};
+    const Track<uint8_t> fp4{a.x8, a.w8, a.x8_strides, a.w8_stride, a.c8,   a.h,     a.w,
+                             a.kh, a.kw, a.stride,     a.top,       a.left, a.phases};
     const bool own_grid = a.x16_on_output == 0;
     const Track<__nv_bfloat16> bf16{static_cast<const __nv_bfloat16*>(a.x16),
                                     static_cast<const __nv_bfloat16*>(a.w16),
@@ -63,13 +69,15 @@ __global__ void __launch_bounds__(kThreads) conv2d_kernel(const __grid_constant_
                                     own_grid ? a.kw : 1,
                                     own_grid ? a.stride : 1,
                                     own_grid ? a.top : 0,
-                                    own_grid ? a.left : 0};
+                                    own_grid ? a.left : 0,
+                                    a.phases};
     const int64_t elements = a.n * a.oh * a.ow * a.o;
     for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < elements;
          e += int64_t{kThreads} * gridDim.x) {
         const Place p(e, a.oh, a.ow, a.o);
         float scale = a.image_scale != nullptr ? a.image_scale[p.i * a.image_scale_step] : 1.0f;
-        if (a.col_scale != nullptr) scale *= a.col_scale[p.c * a.col_scale_step];
+        const int64_t column = a.phases != 0 ? 4 * p.c + 2 * (p.y % 2) + p.x % 2 : p.c;
+        if (a.col_scale != nullptr) scale *= a.col_scale[column * a.col_scale_step];
         float v = a.c8 > 0 ? scale * fp4.sum(p) + bf16.sum(p) : scale * bf16.sum(p);
         v *= a.alpha;
         if (a.bias != nullptr) v += read(a.bias, p.c, a.bias_dtype);
@@ -124,6 +132,21 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
     }
 }
 
+// What a pixel of the picture gets from the phases that were written from it.
+__device__ float phase_gradient(const fp4bf16_conv2d_dgrad_args& a, const __nv_bfloat16* g,
+                                const __nv_bfloat16* w, const Place& p) {
+    float v = 0.0f;
+    for (int64_t t = 0; t < 4 * a.kh * a.kw; ++t) {
+        const int64_t phase = t / (a.kh * a.kw), r = t / a.kw % a.kh, s = t % a.kw;
+        const int64_t y = 2 * (p.y + a.top - r) - phase / 2, x = 2 * (p.x + a.left - s) - phase % 2;
+        if (y < 0 || y >= a.oh || x < 0 || x >= a.ow) continue;
+        const __nv_bfloat16* pixel = g + at(a.g_strides, p.i, y, x);
+        for (int64_t o = 0; o < a.o; ++o)
+            v = __fmaf_rn(decode(pixel[o]), decode(w[o * a.w16_stride + t * a.c + p.c]), v);
+    }
+    return v;
+}
+
 // A pixel of the picture takes from those of the result that lie a whole number of strides before it.
 __global__ void __launch_bounds__(kThreads)
     dgrad_kernel(const __grid_constant__ fp4bf16_conv2d_dgrad_args a) {
@@ -134,8 +157,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t e = blockIdx.x * int64_t{kThreads} + threadIdx.x; e < elements;
          e += int64_t{kThreads} * gridDim.x) {
         const Place p(e, a.h, a.w, a.c);
-        float v = 0.0f;
-        for (int64_t r = 0; r < a.kh; ++r)
+        float v = a.phases != 0 ? phase_gradient(a, g, w, p) : 0.0f;
+        for (int64_t r = 0; r < a.kh && a.phases == 0; ++r)
             for (int64_t s = 0; s < a.kw; ++s) {
                 const int64_t y = p.y + a.top - r, x = p.x + a.left - s;
                 if (y < 0 || y % a.stride != 0 || y / a.stride >= a.oh) continue;

@@ -45,15 +45,24 @@ typedef struct fp4bf16_conv2d_args {
     fp4bf16_dtype bias_dtype, image_bias_dtype, residual_dtype, d_dtype; /* bias2 has bias_dtype */
     int64_t image_bias_stride, residual_strides[3], d_strides[3];
     int32_t config; /* 0: chosen by shape; else the number of a configuration, from 1 */
-    /* NULL: not wanted. (n, fp4bf16_conv2d_sum_parts(), o, 2): of each part of an image's pixels, the sums over
-     * them of the result as it is stored, and of its squares, by channel: what group normalisation needs. */
+    /* NULL: not wanted. (n, fp4bf16_conv2d_sum_parts(), o, 2): of each part of an image's pixels, the sums
+     * over them of the result as it is stored, and of its squares, by channel: what group normalisation
+     * needs. */
     float* sums;
-    /* NULL: not wanted. (n, oh, ow, o), o a multiple of 16: the stored result (BF16) as nvfp4_exact, fast search,
-     * in E4M3, under the outer scale 2^expanded_exponent, -119 to 120; what is larger than its window saturates. */
+    /* NULL: not wanted. (n, oh, ow, o), o a multiple of 16: the stored result (BF16) as nvfp4_exact, fast
+     * search, in E4M3, under the outer scale 2^expanded_exponent, -119 to 120; what is larger than its window
+     * saturates. */
     uint8_t* expanded;
     int32_t expanded_exponent;
+    /* 1: each pixel of X counts as 2 x 2 (nearest upsampling), as one convolution of X itself for each of the
+     * four phases of a result with even sides: X conv W at (i, 2 y + a, 2 x + b, o) = the sum over (r, s, c)
+     * of X[i, y + r - top + a, x + s - left + b, c] * W[o, a, b, r, s, c], W being (o, 4 * kh * kw * c), and
+     * col_scale's element that of channel 4 o + 2 a + b. stride 1, no residual, x16_on_output 0, kernels of
+     * at most 8 taps. 3x3 with padding 1 on the large pictures is 2x2 with top = left = 1 on the small ones,
+     * W from fp4bf16_phase_weights. */
+    int32_t phases;
 } fp4bf16_conv2d_args;
-/* Host. Parts of `sums`, for BF16 results; 0: there are none for these operands; group_norm then makes its own. */
+/* Host. Parts of `sums`, for BF16 results; 0: none for these operands, and group_norm makes its own. */
 FP4BF16_API int64_t fp4bf16_conv2d_sum_parts(const fp4bf16_conv2d_args* args);
 FP4BF16_API fp4bf16_status fp4bf16_conv2d(const fp4bf16_conv2d_args* args, void* stream);
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_simple(const fp4bf16_conv2d_args* args, void* stream);
@@ -70,9 +79,16 @@ typedef struct fp4bf16_conv2d_dgrad_args {
     int64_t g_strides[3], w16_stride, residual_strides[3], dx_strides[3];
     fp4bf16_dtype residual_dtype, dx_dtype;
     int32_t config;
+    int32_t phases; /* 1: the gradient of a convolution with phases = 1; W16 (o, 4 * kh * kw * c) */
 } fp4bf16_conv2d_dgrad_args;
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_dgrad(const fp4bf16_conv2d_dgrad_args* args, void* stream);
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_dgrad_simple(const fp4bf16_conv2d_dgrad_args* args, void* stream);
+
+/* The weight of a convolution by phases, out (o, 2, 2, 2, 2, c) FP32: out[o, a, b, r, s] = the sum of
+ * weight[o, i, j] over i in I(a, r), then j in I(b, s), ascending, rounded after each addition; weight (o, 3,
+ * 3, c) FP32, contiguous; I(0, 0) = {0}, I(0, 1) = {1, 2}, I(1, 0) = {0, 1}, I(1, 1) = {2}. */
+FP4BF16_API fp4bf16_status fp4bf16_phase_weights(const float* weight, int64_t o, int64_t c, float* out,
+                                                 void* stream);
 
 /* Gradient in the weights: DW[o, r, s, c] = the sum of G[i, p, q, o] * X[i, p * stride + r - top, q * stride
  * + s - left, c] over the pixels (i, p, q), split in a way that depends on the shapes alone and summed in
@@ -186,15 +202,15 @@ FP4BF16_API fp4bf16_status fp4bf16_patches(const void* x, fp4bf16_dtype dtype, i
                                            int64_t ow, int64_t kh, int64_t kw, int64_t stride, int64_t top,
                                            int64_t left, void* out, int64_t width, void* stream);
 /* A convolution of stride 1 to few outputs: out (n, oh, ow, o) FP32 = the sum over c, then over r, s in that
- * order, of x[p - top + r, q - left + s, c] * weight[o, r, s, c], + bias (o,), NULL: none. x (n, h, w, c) BF16
- * in rows of 16 bytes, c a multiple of 8 up to 1024; weight BF16, contiguous, o * kh * kw at most 64. */
+ * order, of x[p - top + r, q - left + s, c] * weight[o, r, s, c], + bias (o,), NULL: none. x (n, h, w, c)
+ * BF16 in rows of 16 bytes, c a multiple of 8 up to 1024; weight BF16, contiguous, o * kh * kw at most 64. */
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_few(const void* x, int64_t n, int64_t h, int64_t w, int64_t c,
                                               const int64_t x_strides[3], const void* weight, int64_t oh,
                                               int64_t ow, int64_t o, int64_t kh, int64_t kw, int64_t top,
                                               int64_t left, const float* bias, float* out,
                                               const int64_t out_strides[3], void* stream);
-/* For its gradients: y (n, h, w, width) BF16 = g[p + top - r, q + left - s][o] of g (n, oh, ow, o) FP32 or BF16, in
- * the order (o, kh, kw); zeros and width as of patches. */
+/* For its gradients: y (n, h, w, width) BF16 = g[p + top - r, q + left - s][o] of g (n, oh, ow, o) FP32 or
+ * BF16, in the order (o, kh, kw); zeros and width as of patches. */
 FP4BF16_API fp4bf16_status fp4bf16_spread_taps(const void* g, fp4bf16_dtype dtype, int64_t n, int64_t oh,
                                                int64_t ow, int64_t o, const int64_t g_strides[3], int64_t h,
                                                int64_t w, int64_t kh, int64_t kw, int64_t top, int64_t left,

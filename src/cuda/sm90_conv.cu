@@ -27,7 +27,7 @@ struct Source {
     int64_t w_stride;
     int n, h, w_, channels;  // of x
     int step;
-    int weight_taps;  // of the weight; those used are `taps`
+    int weight_taps;  // of the weight; those used are `taps` for each phase
     int taps;
     Tap tap[kMostTaps];
 };
@@ -36,7 +36,8 @@ struct Source {
 struct Problem {
     const char* op;
     bool n_major, promoted, sums;  // sums: wanted
-    int n, h, w, o;                // of the result
+    int n, h, w, o;                // of the result, or of each of its phases
+    int phases = 1;
     Source fp4, bf16;
     ConvParams params;  // what does not depend on the configuration
 
@@ -74,6 +75,11 @@ Box box_for(const Problem& p, int rows) {
     return best;
 }
 
+// Columns of tiles of one phase, in tiles of a whole cluster.
+int64_t column_tiles(const ConvConfig& c, const Problem& p) {
+    return ceil_div(p.o, int64_t{c.tile_n} * c.cluster_n);
+}
+
 // ---- choice
 
 bool fits(const ConvConfig& c, const Problem& p) {
@@ -95,8 +101,7 @@ double k_tile_clocks(const ConvConfig& c, const Problem& p) {
 // Waves of tiles, each its k-tiles and an epilogue of about two k-tiles of 128x256, of which warpgroups in
 // turn leave little uncovered but at the beginning and the end.
 double cost(const ConvConfig& c, const Problem& p, int multiprocessors) {
-    const int64_t tiles =
-        ceil_div(box_for(p, c.tile_m).tiles(), c.cluster_m) * ceil_div(p.o, int64_t{c.tile_n} * c.cluster_n);
+    const int64_t tiles = ceil_div(box_for(p, c.tile_m).tiles(), c.cluster_m) * column_tiles(c, p) * p.phases;
     const auto waves = static_cast<double>(ceil_div(tiles, multiprocessors / (c.cluster_m * c.cluster_n)));
     const double epilogue = c.tile_m * c.tile_n / 16;
     return waves * k_tile_clocks(c, p) * static_cast<double>(p.k_tiles()) +
@@ -142,8 +147,8 @@ bool copy_engine_takes(const void* data, const int64_t (&strides)[3], int64_t n,
     return reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-fp4bf16_status result_maps(const ConvConfig& c, const Problem& p, const char* name, const void* data,
-                           const int64_t* strides, CUtensorMap* map) {
+fp4bf16_status result_map(const ConvConfig& c, const Problem& p, const char* name, const void* data,
+                          const int64_t* strides, CUtensorMap* map) {
     PictureShape shape{p.o, p.w, p.h, p.n, strides, {}, 1};
     box_sides(p.params, 64, box_channels(c.tile_n), shape.box);
     return make_picture_map(p.op, name, data, 2, shape, map);
@@ -153,14 +158,14 @@ fp4bf16_status result_maps(const ConvConfig& c, const Problem& p, const char* na
 
 bool is_staged(const Problem& p) {
     const ConvParams& q = p.params;
-    return q.epilogue.d_dtype != FP4BF16_FLOAT32 &&
-           copy_engine_takes(q.epilogue.d, q.d_strides, p.n, p.h, p.w);
+    return q.epilogue.d_dtype != FP4BF16_FLOAT32 && q.phase_strides[0] % 8 == 0 &&
+           q.phase_strides[1] % 8 == 0 && copy_engine_takes(q.epilogue.d, q.d_strides, p.n, p.h, p.w);
 }
 
 // Parts of an image's pixels, of so many rows of a tile; none where boxes reach beyond the pictures, or less
-// than the sixteen rows that are added up at once lie in one image.
+// than the sixteen rows that are added up at once lie in one image. A phase has its own parts.
 struct SumParts {
-    int64_t count;
+    int64_t count;  // of a phase
     int rows;
 };
 
@@ -170,7 +175,7 @@ SumParts sum_parts(const ConvConfig& c, const Problem& p) {
     const int rows = std::min(pixels, c.in_turn ? c.tile_m : c.tile_m / 2);  // a warpgroup's
     const int64_t count = box.tiles_w * box.tiles_h * (pixels / rows);
     const bool whole = p.w % (1 << box.log_w) == 0 && p.h % (1 << box.log_h) == 0;
-    if (!whole || rows < 16 || count > INT32_MAX) return {};
+    if (!whole || rows < 16 || count > INT32_MAX / kMostPhases) return {};
     return p.params.epilogue.d_dtype == FP4BF16_BFLOAT16 && is_staged(p) ? SumParts{count, rows} : SumParts{};
 }
 
@@ -189,7 +194,7 @@ ConvTrack track_of(const Source& s, int elements, int first_tap) {
 fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream) {
     ConvParams& p = problem.params;
     const Box box = box_for(problem, c.tile_m);
-    if (box.tiles() * ceil_div(problem.o, c.tile_n) > INT32_MAX / 2)
+    if (box.tiles() * ceil_div(problem.o, c.tile_n) * problem.phases > INT32_MAX / 2)
         return fail(FP4BF16_INVALID_ARGUMENT,
                     "%s: the result (%d, %d, %d, %d) has more than 2^30 tiles; split the batch", problem.op,
                     problem.n, problem.h, problem.w, problem.o);
@@ -198,13 +203,17 @@ fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream
     p.by_w = Divisor(static_cast<uint32_t>(box.tiles_w)),
     p.by_h = Divisor(static_cast<uint32_t>(box.tiles_h));
     p.one_image = box.n == 1;
-    p.schedule =
-        Schedule(ceil_div(box.tiles(), c.cluster_m), ceil_div(problem.o, int64_t{c.tile_n} * c.cluster_n), 1);
+    p.phases = problem.phases;
+    p.phase_tiles = static_cast<int>(column_tiles(c, problem));
+    p.by_phase = Divisor(static_cast<uint32_t>(p.phase_tiles));
+    // The phases of the same pixels lie side by side: they read the same pictures, and write the same lines.
+    p.schedule = Schedule(ceil_div(box.tiles(), c.cluster_m), column_tiles(c, problem) * p.phases, 1);
     p.n = problem.n, p.h = problem.h, p.w = problem.w;
     p.fp4 = track_of(problem.fp4, 128, 0);
-    p.bf16 = track_of(problem.bf16, 64, problem.fp4.taps);
-    std::copy_n(problem.fp4.tap, problem.fp4.taps, p.tap);
-    std::copy_n(problem.bf16.tap, problem.bf16.taps, p.tap + problem.fp4.taps);
+    const int taps8 = problem.fp4.taps * p.phases;
+    p.bf16 = track_of(problem.bf16, 64, taps8);
+    std::copy_n(problem.fp4.tap, taps8, p.tap);
+    std::copy_n(problem.bf16.tap, problem.bf16.taps * p.phases, p.tap + taps8);
     FP4BF16_TRY(source_maps(c, problem, problem.fp4, 1, "x8", "w8", &p.x8, &p.w8));
     FP4BF16_TRY(
         source_maps(c, problem, problem.bf16, 2, problem.n_major ? "g" : "x16", "w16", &p.x16, &p.w16));
@@ -212,7 +221,8 @@ fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream
     p.staged = is_staged(problem);
     if (p.sums != nullptr) {
         const SumParts parts = sum_parts(c, problem);
-        p.sum_parts = static_cast<int>(parts.count);
+        p.phase_parts = static_cast<int>(parts.count);
+        p.sum_parts = p.phase_parts * p.phases;
         for (p.log_part = 4; 1 << p.log_part < parts.rows;) ++p.log_part;
     }
     p.prefetched = p.staged && p.residual != nullptr && p.residual_dtype == FP4BF16_BFLOAT16 &&
@@ -223,9 +233,13 @@ fp4bf16_status launch(const ConvConfig& c, Problem& problem, cudaStream_t stream
     p.one_scale = p.one_image || p.image_scale_step == 0;
     p.extra = p.alpha != 1.0f || (p.image_bias != nullptr && !p.one_image) || e.activation != FP4BF16_NONE ||
               (p.residual != nullptr && !p.prefetched);
-    if (p.staged) FP4BF16_TRY(result_maps(c, problem, "d", e.d, p.d_strides, &p.d));
+    for (int i = 0; p.staged && i < p.phases; ++i) {
+        const int64_t first = (i >> 1) * p.phase_strides[0] + (i & 1) * p.phase_strides[1];
+        const char* d = static_cast<const char*>(e.d) + 2 * first;
+        FP4BF16_TRY(result_map(c, problem, "d", d, p.d_strides, &p.d[i]));
+    }
     if (p.prefetched)
-        FP4BF16_TRY(result_maps(c, problem, "residual", p.residual, p.residual_strides, &p.residual_map));
+        FP4BF16_TRY(result_map(c, problem, "residual", p.residual, p.residual_strides, &p.residual_map));
     return c.launch(p, stream);
 }
 
@@ -262,6 +276,24 @@ void set_result(ConvParams* p, void* d, fp4bf16_dtype dtype, const int64_t* stri
     std::copy_n(residual_strides, 3, p->residual_strides);
     e.vector = reinterpret_cast<uintptr_t>(d) % 8 == 0 && strides[0] % 2 == 0 && strides[1] % 2 == 0 &&
                strides[2] % 2 == 0;
+}
+
+// The result's pixels (2 y + a, 2 x + b) are phase 2 a + b, whose taps lie a lower and b further right than
+// those of phase 0.
+void set_phases(Problem* p, const fp4bf16_conv2d_args& a) {
+    p->phases = 4, p->h /= 2, p->w /= 2;
+    for (Source* s : {&p->fp4, &p->bf16}) {
+        s->weight_taps = 4 * s->taps;
+        for (int t = s->taps; t < s->weight_taps; ++t) {
+            const Tap& first = s->tap[t % s->taps];
+            const int phase = t / s->taps;
+            s->tap[t] = {static_cast<int8_t>(first.dy + phase / 2), static_cast<int8_t>(first.dx + phase % 2),
+                         static_cast<int16_t>(t)};
+        }
+    }
+    ConvParams& q = p->params;
+    q.phase_strides[0] = a.d_strides[1], q.phase_strides[1] = a.d_strides[2];
+    q.d_strides[1] *= 2, q.d_strides[2] *= 2;
 }
 
 Problem forward_problem(const fp4bf16_conv2d_args& a) {
@@ -308,6 +340,7 @@ Problem forward_problem(const fp4bf16_conv2d_args& a) {
     q.image_bias = a.image_bias, q.image_bias_stride = a.image_bias_stride;
     q.image_bias_dtype = a.image_bias_dtype;
     q.sums = a.sums;
+    if (a.phases != 0) set_phases(&p, a);
     return p;
 }
 
@@ -355,6 +388,30 @@ Problem gradient_problem(const fp4bf16_conv2d_dgrad_args& a, int64_t py, int64_t
     return p;
 }
 
+// Of pictures whose phases were written from them: pixel y met those of phase a at 2 (y - r + top - a) + a.
+// The taps of all phases make one convolution of stride 2.
+Problem phase_gradient_problem(const fp4bf16_conv2d_dgrad_args& a) {
+    Problem p{};
+    p.op = "conv2d_dgrad";
+    p.n_major = true;
+    p.n = static_cast<int>(a.n), p.h = static_cast<int>(a.h), p.w = static_cast<int>(a.w);
+    p.o = static_cast<int>(a.c);
+    Source& s = p.bf16;
+    s = {a.g, a.w16, a.g_strides, a.w16_stride, p.n, 0, 0, static_cast<int>(a.o), 2, 0, 0, {}};
+    s.h = static_cast<int>(a.oh), s.w_ = static_cast<int>(a.ow);
+    for (int64_t phase = 0; phase < 4; ++phase)
+        for (int64_t r = 0; r < a.kh; ++r)
+            for (int64_t q = 0; q < a.kw; ++q, ++s.taps)
+                s.tap[s.taps] = {static_cast<int8_t>(2 * (a.top - r) - phase / 2),
+                                 static_cast<int8_t>(2 * (a.left - q) - phase % 2),
+                                 static_cast<int16_t>(s.taps)};
+    s.weight_taps = s.taps;
+    set_result(&p.params, a.dx, a.dx_dtype, a.dx_strides, a.residual, a.residual_dtype, a.residual_strides,
+               a.c);
+    p.params.alpha = 1.0f;
+    return p;
+}
+
 fp4bf16_status check_taps(const char* op, int64_t kh, int64_t kw, int64_t top, int64_t left, int64_t extra) {
     if (kh * kw + extra <= kMostTaps && top < 64 && left < 64) return FP4BF16_OK;
     return fail(FP4BF16_INVALID_ARGUMENT,
@@ -367,7 +424,7 @@ fp4bf16_status check_taps(const char* op, int64_t kh, int64_t kw, int64_t top, i
 }  // namespace
 
 fp4bf16_status sm90_conv2d(const fp4bf16_conv2d_args& a, cudaStream_t stream) {
-    FP4BF16_TRY(check_taps("conv2d", a.kh, a.kw, a.top, a.left, 1));
+    FP4BF16_TRY(check_taps("conv2d", a.phases != 0 ? 4 * a.kh : a.kh, a.kw, a.top, a.left, 1));
     Problem p = forward_problem(a);
     return run(p, a.config, stream);
 }
@@ -375,7 +432,7 @@ fp4bf16_status sm90_conv2d(const fp4bf16_conv2d_args& a, cudaStream_t stream) {
 const char* sm90_conv2d_config(const fp4bf16_conv2d_args& a, int32_t config) {
     if (config < 0 || config > kCount) return "";
     if (config > 0) return kConfigs[config - 1]->name;
-    if (a.kh * a.kw >= kMostTaps) return "";
+    if (a.kh * a.kw * (a.phases != 0 ? 4 : 1) >= kMostTaps) return "";
     const int i = choose(forward_problem(a), 132);  // of an H100 or H200
     return i < 0 ? "" : kConfigs[i]->name;
 }
@@ -386,11 +443,15 @@ int64_t sm90_conv2d_sum_parts(const fp4bf16_conv2d_args& a) {
     int count = 0;
     if (multiprocessor_count(&count) != FP4BF16_OK) count = 132;
     const int i = find_config(p, a.config, count);
-    return i < 0 ? 0 : sum_parts(*kConfigs[i], p).count;
+    return i < 0 ? 0 : sum_parts(*kConfigs[i], p).count * p.phases;
 }
 
 fp4bf16_status sm90_conv2d_dgrad(const fp4bf16_conv2d_dgrad_args& a, cudaStream_t stream) {
-    FP4BF16_TRY(check_taps("conv2d_dgrad", a.kh, a.kw, a.top, a.left, 0));
+    FP4BF16_TRY(check_taps("conv2d_dgrad", a.phases != 0 ? 4 * a.kh : a.kh, a.kw, a.top, a.left, 0));
+    if (a.phases != 0) {
+        Problem p = phase_gradient_problem(a);
+        return run(p, a.config, stream);
+    }
     for (int64_t py = 0; py < std::min(a.stride, a.h); ++py)
         for (int64_t px = 0; px < std::min(a.stride, a.w); ++px) {
             Problem p = gradient_problem(a, py, px);

@@ -62,8 +62,8 @@ __device__ inline void produce_residual(const ConvParams& p, const SharedStages<
             const int offset = (fragment * S::kBoxes + i) * S::kBytes;
             uint8_t* target = offset < C::kBorrowedBytes ? shared.a(stage) + offset
                                                          : shared.staging + offset - C::kBorrowedBytes;
-            ptx::copy_picture_box(target, &p.residual_map, full, corner.n + S::kColumns * i, at.x, at.y,
-                                  at.n);
+            ptx::copy_picture_box(target, &p.residual_map, full, corner.channel() + S::kColumns * i, at.x,
+                                  at.y, at.n);
         }
     }
 }
@@ -76,7 +76,7 @@ __device__ inline void prefetch_tile(const ConvParams& p, int tile, int rank) {
     const Pixel at =
         C::kClusterN == 1 ? corner.at : pixel_of(p, corner.at, rank * (C::kTileM / C::kClusterN));
     auto prefetch = [&](const CUtensorMap* x, const ConvTrack& track, int elements) {
-        const Tap tap = p.tap[track.first_tap + track.taps / 2];
+        const Tap tap = p.tap[track.first_tap + corner.phase() * track.taps + track.taps / 2];
         for (int c = 0; c < track.channels && track.taps > 1; c += elements)
             ptx::prefetch_picture_box(x, c, at.x * track.step + tap.dx, at.y * track.step + tap.dy, at.n);
     };
@@ -94,15 +94,17 @@ __device__ inline void produce_conv(const ConvParams& p, const SharedStages<C>& 
         const Pixel part =
             C::kClusterN == 1 ? corner.at : pixel_of(p, corner.at, rank * (C::kTileM / C::kClusterN));
         auto load = [&](const CUtensorMap* x, const CUtensorMap* w, const ConvTrack& track, int elements) {
+            const Tap* taps = p.tap + track.first_tap + corner.phase() * track.taps;
             for (int t = 0; t < track.taps; ++t) {
-                const Tap tap = p.tap[track.first_tap + t];
+                const Tap tap = taps[t];
                 const Pixel at = {part.x * track.step + tap.dx, part.y * track.step + tap.dy, part.n};
                 for (int c = 0; c < track.channels; c += elements) {
                     ptx::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
                     uint64_t* full = &shared.full[ring.stage];
                     ptx::barrier_arrive_expect_bytes(full, C::kStageBytes);
                     load_pixels<C>(shared.a(ring.stage), x, full, c, at, rank);
-                    load_weight<C>(shared.b(ring.stage), w, full, track, tap.weight, c, corner.n, rank);
+                    load_weight<C>(shared.b(ring.stage), w, full, track, tap.weight, c, corner.channel(),
+                                   rank);
                     ring.advance();
                 }
             }
@@ -179,7 +181,7 @@ __device__ __forceinline__ void consume_conv(const ConvParams& p, const SharedSt
             columns.publish(threadIdx.x / 128);
             scale_rows<C>(p, acc, rows, columns);
         });
-        const int col = corner.n + threadIdx.x % 4 * 2;
+        const int col = corner.channel() + threadIdx.x % 4 * 2;
         if (__builtin_expect(p.extra, 0)) finish_rows<C>(p, acc, rows, columns.biases(), col);
         if (p.staged) {
             c.wait_full();  // the stage that the producer left out
@@ -188,7 +190,7 @@ __device__ __forceinline__ void consume_conv(const ConvParams& p, const SharedSt
             if (C::kE4m3 && p.sums != nullptr) sum_staged<C>(p, staging, group, corner);
             c.give_to_stores();
         } else {
-            store_rows<C>(p, acc, rows, col);
+            store_rows<C>(p, acc, rows, col, corner.phase());
         }
     }
     ptx::store_wait();

@@ -40,11 +40,12 @@ __device__ inline void load_columns(const ConvParams& p, ColumnVectors<C::kTileN
     const float by_image = one_scale ? __ldg(p.image_scale + image * p.image_scale_step) : 1.0f;
 #pragma unroll
     for (int i = 0; i < columns.kEach; ++i) {
-        const int c = corner.n + threadIdx.x % 128 + 128 * i;
+        const int c = corner.channel() + threadIdx.x % 128 + 128 * i;
         columns.scale[i] = 1.0f, columns.bias[i] = 0.0f;
         if (c >= e.n || (C::kTileN % 128 != 0 && threadIdx.x % 128 + 128 * i >= C::kTileN)) continue;
         columns.scale[i] = by_image;
-        if (e.col_scale != nullptr) columns.scale[i] *= __ldg(e.col_scale + c * e.col_step);
+        if (e.col_scale != nullptr)
+            columns.scale[i] *= __ldg(e.col_scale + (c * p.phases + corner.phase()) * e.col_step);
         if (p.bias != nullptr) columns.bias[i] = load_as_float(p.bias, e.bias_dtype, c);
         if (p.bias2 != nullptr) columns.bias[i] += load_as_float(p.bias2, e.bias_dtype, c);
         if (p.one_image && p.image_bias != nullptr)
@@ -163,14 +164,15 @@ __device__ inline void finish_rows(const ConvParams& p, Accumulators<C>& acc, co
 // A fragment straight from the registers: FP32 results, and layouts that the copy engine does not take.
 template <class C>
 __device__ inline void store_rows(const ConvParams& p, const Accumulators<C>& acc, const Rows<C>& rows,
-                                  int col) {
+                                  int col, int phase) {
     const Epilogue& e = p.epilogue;
+    const int64_t first = (phase >> 1) * p.phase_strides[0] + (phase & 1) * p.phase_strides[1];
 #pragma unroll
     for (int wave = 0; wave < C::kWaves; ++wave)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (!rows.inside(wave, half)) continue;
-            const int64_t base = rows.offset(p.d_strides, wave, half);
+            const int64_t base = first + rows.offset(p.d_strides, wave, half);
 #pragma unroll
             for (int i = 0; i < C::kAccumulators; i += 4) {
                 const int c = col + column_of(i);
@@ -254,7 +256,8 @@ __device__ inline void store_pixels(const ConvParams& p, const Staging<C>& stagi
         const Pixel at = pixel_of(p, corner.at, 64 * fragment);
 #pragma unroll
         for (int i = 0; i < kBoxes; ++i)
-            ptx::store_picture_box(&p.d, staging.box(fragment, i), corner.n + kColumns * i, at.x, at.y, at.n);
+            ptx::store_picture_box(&p.d[corner.phase()], staging.box(fragment, i),
+                                   corner.channel() + kColumns * i, at.x, at.y, at.n);
     }
     ptx::store_commit();
 }

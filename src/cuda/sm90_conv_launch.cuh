@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) sm90_conv(const __grid_constan
         if (threadIdx.x < 32 && ptx::elect()) {
             if (p.fp4.taps > 0) ptx::prefetch_map(&p.x8), ptx::prefetch_map(&p.w8);
             if (p.bf16.taps > 0) ptx::prefetch_map(&p.x16), ptx::prefetch_map(&p.w16);
-            if (p.staged) ptx::prefetch_map(&p.d);
+            if (p.staged)
+                for (int i = 0; i < p.phases; ++i) ptx::prefetch_map(&p.d[i]);
             if (p.prefetched) ptx::prefetch_map(&p.residual_map);
             wait_for_previous();
             produce_conv<C>(p, shared, own_empty, cluster, clusters, rank);

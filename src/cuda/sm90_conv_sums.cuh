@@ -41,13 +41,14 @@ __device__ inline uint32_t thread_again() {
 // `row` of the tile. Lane 4 i + t has rows i and 8 + i, columns 2 t and 2 t + 1 of each product: a lane of
 // eight holds a diagonal's number.
 template <int kPairs>
-__device__ inline void store_sums(const ConvParams& p, float (&sum)[kPairs][2][4], Pixel corner, int row,
-                                  int lane, int channel, int channels) {
+__device__ inline void store_sums(const ConvParams& p, float (&sum)[kPairs][2][4], Pixel corner, int phase,
+                                  int row, int lane, int channel, int channels) {
     const int log_image = p.log_w + p.log_h;
     const int image = corner.n + (row >> log_image);
     if (image < p.n && lane / 8 == lane % 4) {
         const int box = (corner.y >> p.log_h) * p.tiles_w + (corner.x >> p.log_w);
-        const int part = (box << (log_image - p.log_part)) + ((row & ((1 << log_image) - 1)) >> p.log_part);
+        const int part = phase * p.phase_parts + (box << (log_image - p.log_part)) +
+                         ((row & ((1 << log_image) - 1)) >> p.log_part);
         float2* out =
             reinterpret_cast<float2*>(p.sums) + (int64_t{image} * p.sum_parts + part) * p.epilogue.n;
         const bool second = lane / 4 % 2 != 0;
@@ -88,8 +89,8 @@ __device__ inline void sum_rows(const ConvParams& p, const Staging<C>& staging, 
         }
         const int end = row + 16 * kSteps;
         if (end % part == 0)
-            store_sums(p, sum, corner.at, end - part, lane, corner.n + 16 * first,
-                       min(p.epilogue.n, corner.n + C::kTileN));
+            store_sums(p, sum, corner.at, corner.phase(), end - part, lane, corner.channel() + 16 * first,
+                       min(p.epilogue.n, corner.channel() + C::kTileN));
     }
 }
 

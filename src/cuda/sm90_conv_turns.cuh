@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume_in_turn(const ConvParams& p, const Share
             columns.publish(threadIdx.x / 128);
             scale_rows<C>(p, acc, Rows<C>(p, corner, 0), columns);
         });
-        const int col = corner.n + threadIdx.x % 4 * 2;
+        const int col = corner.channel() + threadIdx.x % 4 * 2;
         if (__builtin_expect(p.extra, 0))
             finish_rows<C>(p, acc, Rows<C>(p, corner, 0), columns.biases(), col);
         if (p.staged) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void consume_in_turn(const ConvParams& p, const Share
             __syncwarp();
             if (threadIdx.x % 32 == 0) ptx::barrier_arrive(turns.stored);
         } else {
-            store_rows<C>(p, acc, Rows<C>(p, corner, 0), col);
+            store_rows<C>(p, acc, Rows<C>(p, corner, 0), col, corner.phase());
         }
         parity ^= 1;
         c.ring.skip(k_tiles_of(p));
