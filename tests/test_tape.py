@@ -134,6 +134,7 @@ OPS = {
         (2, 4),
     ),
     "upsample_nearest": (lambda x: F.upsample_nearest(x * x), (2, 2, 3, 2)),
+    "upsample_conv": (F.upsample_conv, (2, 2, 3, 2), (3, 3, 3, 2), (3,)),
     "avg_pool2": (lambda x: F.avg_pool2(x * x), (1, 4, 2, 3)),
     "take": (lambda w: F.take(w * w, [[2, 0], [2, 2]]), (3, 4)),
 }

@@ -127,6 +127,60 @@ def upsample_nearest(x: Any) -> Any:
     return xp.broadcast_to(x[:, :, None, :, None], (n, h, 2, w, 2, c)).reshape(n, 2 * h, 2 * w, c)
 
 
+#: (a, r) -> the taps of one side of a 3x3 kernel that lie on pixel y + a - 1 + r of the small pictures when
+#: the kernel stands on pixel 2 y + a of the upsampled ones.
+_PHASE_TAPS = {(0, 0): (0,), (0, 1): (1, 2), (1, 0): (0, 1), (1, 1): (2,)}
+
+
+def phase_weights(w: Any) -> Any:
+    """w (O, 3, 3, C) -> (O, 2, 2, 2, 2, C): for each phase (a, b) of the pixels (2 y + a, 2 x + b) the 2x2
+    kernel on the small pictures that equals w on the upsampled ones. Sums in ascending order of the taps.
+    """
+    xp = namespace(w)
+    out = xp.empty((w.shape[0], 2, 2, 2, 2, w.shape[3]), w.dtype)
+    for (a, r), rows in _PHASE_TAPS.items():
+        for (b, s), columns in _PHASE_TAPS.items():
+            first, *rest = (w[:, i, j] for i in rows for j in columns)
+            for tap in rest:
+                first = first + tap
+            out[:, a, b, r, s] = first
+    return out
+
+
+def phase_weights_vjp(g: Any) -> Any:
+    """The adjoint of `phase_weights`: (O, 2, 2, 2, 2, C) -> (O, 3, 3, C)."""
+    dw = namespace(g).zeros((g.shape[0], 3, 3, g.shape[-1]), g.dtype)
+    for (a, r), rows in _PHASE_TAPS.items():
+        for (b, s), columns in _PHASE_TAPS.items():
+            for i in rows:
+                for j in columns:
+                    dw[:, i, j] += g[:, a, b, r, s]
+    return dw
+
+
+def interleave_phases(y: Any) -> Any:
+    """y (N, H + 1, W + 1, 4 O), channel 4 o + 2 a + b -> (N, 2 H, 2 W, O): pixel (2 y + a, 2 x + b) is that
+    of phase (a, b) at (y + a, x + b).
+    """
+    n, h, w = y.shape[0], y.shape[1] - 1, y.shape[2] - 1
+    t = y.reshape(n, h + 1, w + 1, -1, 2, 2)
+    out = namespace(y).empty((n, 2 * h, 2 * w, t.shape[3]), y.dtype)
+    for a in (0, 1):
+        for b in (0, 1):
+            out[:, a::2, b::2] = t[:, a : a + h, b : b + w, :, a, b]
+    return out
+
+
+def interleave_phases_vjp(g: Any) -> Any:
+    """The adjoint of `interleave_phases`: (N, 2 H, 2 W, O) -> (N, H + 1, W + 1, 4 O)."""
+    n, h, w, o = g.shape[0], g.shape[1] // 2, g.shape[2] // 2, g.shape[3]
+    out = namespace(g).zeros((n, h + 1, w + 1, o, 2, 2), g.dtype)
+    for a in (0, 1):
+        for b in (0, 1):
+            out[:, a : a + h, b : b + w, :, a, b] = g[:, a::2, b::2]
+    return out.reshape(n, h + 1, w + 1, 4 * o)
+
+
 def upsample_nearest_vjp(g: Any) -> Any:
     """Sum of each 2 x 2 patch of g (N, 2H, 2W, C)."""
     n, h, w, c = g.shape

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, ShapeError
+from ..tracks import resolve_track
 from . import ops as F
 from .module import Module, Parameter, twin_of
 from .tape import Variable
@@ -276,10 +277,25 @@ class Downsample2D(Module):
 
 
 class Upsample2D(Module):
-    """Nearest-neighbour upsampling by 2, then a 3x3 convolution."""
+    """Nearest-neighbour upsampling by 2, then a 3x3 convolution.
+
+    With `phases` set to True both are one product, `ops.upsample_conv`, where the layer can be one
+    (`by_phases`): 4/9 of the work, the same result but for what is rounded or quantised, which are then sums
+    of the weight's taps.
+    """
+
+    phases = False  #: whether to multiply by phases; see `UNet2D.upsample_by_phases`
 
     def __init__(self, channels: int, seed: Any = 0):
         self.conv = Conv2d(channels, channels, 3, padding=1, seed=seed)
 
+    def by_phases(self, track: str) -> bool:
+        """Whether a call on `track` is made by phases: with whole blocks of channels, no branch beside it."""
+        return (self.phases and track != "dual" and self.conv.adapter is None
+                and self.conv.weight.shape[3] % 16 == 0)  # fmt: skip
+
     def forward(self, x: Any) -> Variable:
+        track = resolve_track(self.conv.track, "bf16")
+        if self.by_phases(track) and not current():  # a watcher is shown the layer's own product
+            return F.upsample_conv(x, self.conv.weight, self.conv.bias, track)
         return self.conv(F.upsample_nearest(x))

@@ -36,6 +36,7 @@ from .ops_network import (
     matmul,
     take,
     through_quantiser,
+    upsample_conv,
     upsample_nearest,
 )
 from .ops_shape import broadcast_to, concat, getitem, pad, reshape, sum_to, transpose, unslice
@@ -45,5 +46,5 @@ __all__ = [
     "full_like", "getitem", "group_norm", "linear", "log", "log_sigmoid", "log_softmax", "matmul",
     "maximum", "mean", "mean_squared_error", "minimum", "mul", "neg", "pad", "power", "reshape",
     "sigmoid", "silu", "softmax", "softplus", "sqrt", "stop_gradient", "sub", "sum", "sum_to", "take",
-    "tanh", "through_quantiser", "transpose", "unslice", "upsample_nearest", "where",
+    "tanh", "through_quantiser", "transpose", "unslice", "upsample_conv", "upsample_nearest", "where",
 ]  # fmt: skip

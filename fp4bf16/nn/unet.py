@@ -400,6 +400,16 @@ class UNet2D(Module):
         self._conditions(sample.shape[0], class_labels, captions)
         return device_unet.call(self, self._network, sample, timesteps, class_labels, captions)
 
+    def upsample_by_phases(self, on: bool = True) -> UNet2D:
+        """Whether upsampling convolutions run as four 2x2 ones on the small pictures (`ops.upsample_conv`),
+        on the CPU and the GPU alike; returns the model. Off at first: what is rounded or quantised differs,
+        and so do the last bits. On the GPU a captured graph keeps what it was captured with.
+        """
+        for block in self.up_blocks:
+            for layer in block.upsamplers:
+                layer.phases = bool(on)
+        return self
+
     def cuda(
         self, like: Any, save: str = "packed", backward: str = "twin", accumulate: str = "fast"
     ) -> UNet2D:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import device
-from ...backends import cuda_optimizer
+from ...backends import cuda_conv, cuda_optimizer
 from ...backends.cuda_optimizer import Entry, Table
 from ...device import DeviceArray
 from ...errors import DTypeError, ShapeError
@@ -48,6 +48,19 @@ class Alike(NamedTuple):
     twin: int
     scale: int
     rows: int
+
+
+class Phases(NamedTuple):
+    """What `nn.fused.phase_weights` makes of a weight (O, 3, 3, C): float32 (O, 2, 2, 2, 2, C), flat; its
+    BF16 copy; E4M3 bytes and decode scales (4 O,) of its twin, a row being one phase of an output channel;
+    and the table with which the optimizer's kernel makes the copies.
+    """
+
+    data: DeviceArray
+    bf16: DeviceArray
+    twin: DeviceArray
+    twin_scale: DeviceArray
+    table: Table
 
 
 class Layout:
@@ -160,6 +173,7 @@ class DeviceParameters:
         self.version = 0  # how often `data` has changed, as far as the host knows
         self._views: dict[tuple, DeviceArray] = {}
         self._padded: dict[tuple, DeviceArray] = {}
+        self._phases: dict[str, Phases] = {}
 
     def clone(self, stream: int = 0, grad: bool = False) -> DeviceParameters:
         """Another set of the same layout with the same numbers, its copies made."""
@@ -169,6 +183,8 @@ class DeviceParameters:
             device.assign(data, self.data)
             made._make(self.layout, data, grad)
             made.refresh(handle)
+            for name in self._phases:
+                made.phases_of(name, handle)
         return made
 
     # ---- by name
@@ -228,6 +244,39 @@ class DeviceParameters:
         device.call("convert", source.address, 0, 1, rows, k, 0, k, 1, self._padded[key].address, 1, channels,
                     stream)  # fmt: skip
 
+    def phases_of(self, name: str, stream: int = 0) -> Phases:
+        """The weight of a convolution behind an upsampling, by phases, with its copies.
+
+        Made at the first request, on `stream`, and again by every `refresh` and step, as padded copies are.
+        """
+        if name not in self._phases:
+            weight = self.data_of(name)
+            if len(weight.shape) != 4 or weight.shape[1:3] != (3, 3) or weight.shape[3] % 16:
+                raise ShapeError(f"phases_of: {name} has shape {weight.shape}, but (O, 3, 3, C) is needed, C "
+                                 f"a multiple of 16; convolve the upsampled pictures")  # fmt: skip
+            o, _, _, c = weight.shape
+            entries = [Entry(0, 4 * o, 4 * c, 0, 0)]
+            with device.ordered("phases_of", stream, (self.data,)) as handle:
+                tensors, units = cuda_optimizer.tensor_table(entries)
+                self._phases[name] = Phases(
+                    *(device.empty((16 * o * c,), dtype, like=self.data, name=name)
+                      for dtype in ("float32", "bfloat16", "uint8")),
+                    device.empty((4 * o,), "float32", like=self.data, name=name),
+                    Table(device.from_host(tensors, self.data, "tensors"), units),
+                )  # fmt: skip
+                self._fill_phases(name, handle)
+        return self._phases[name]
+
+    def _fill_phases(self, name: str, stream: int) -> None:
+        made = self._phases[name]
+        cuda_conv.phase_weights(self.data_of(name), made.data, stream)
+        cuda_optimizer.refresh(made.table, made.data, stream, bf16=made.bf16, twin=made.twin,
+                               twin_scale=made.twin_scale)  # fmt: skip
+
+    def phase_bytes(self) -> int:
+        """Memory of all weights by phases with their copies."""
+        return sum(x.nbytes for made in self._phases.values() for x in made[:4])
+
     def twin_of(self, name: str) -> tuple[DeviceArray, DeviceArray] | None:
         """(E4M3 bytes in the parameter's shape, decode scales (rows,)); None for a weight without a twin."""
         self.layout.check(name)
@@ -255,10 +304,14 @@ class DeviceParameters:
         self.refresh_padded(stream)
 
     def refresh_padded(self, stream: int = 0) -> None:
-        """Make the padded copies anew from `data`; the others come from the optimizer's pass."""
+        """Make the padded copies and the weights by phases anew from `data`; the others come from the
+        optimizer's pass.
+        """
         self.version += 1
         for key in self._padded:
             self._pad(key, stream)
+        for name in self._phases:
+            self._fill_phases(name, stream)
 
     def copies(self) -> dict[str, DeviceArray]:
         """The copies as arguments of `cuda_optimizer`; without those that are empty."""

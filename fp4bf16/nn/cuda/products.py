@@ -78,6 +78,11 @@ class Layer:
     def bias(self, run: Run) -> DeviceArray:
         return shaped(run.weights.data_of(f"{self.name}.bias"), (self.o,))
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """More options of the launches of `cuda_conv`."""
+        return {}
+
     # ---- the weight, as the kernels read it
     def sixteen(self, run: Run) -> DeviceArray:
         """BF16 (O, kh, kw, C), C rounded up to 8 with zeros."""
@@ -403,7 +408,8 @@ def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, sums: bool = Fal
         w8, scale = layer.eight(run)
         operands = {"x8": feed.x, "w8": w8, "image_scale": feed.scale, "col_scale": scale,
                     "accumulate": run.accumulate}  # fmt: skip
-    geometry, operands = layer.geometry(feed.x.shape), {"bias": layer.bias(run), **operands, **finish}
+    more = {"bias": layer.bias(run), **layer.how, **finish}
+    geometry, operands = layer.geometry(feed.x.shape), operands | more
     parts = cuda_conv.sum_parts(geometry, d, **operands) if sums and _sums_pay(geometry) else 0
     made = run.empty((geometry.n, parts, geometry.o, 2), "float32") if parts else None
     cuda_conv.forward(geometry, d, run.stream, sums=made, **operands)
@@ -438,5 +444,6 @@ def input_gradient(run: Run, layer: Layer, track: str, g: DeviceArray, shape: tu
                    residual: DeviceArray | None = None, dtype: str = "bfloat16") -> DeviceArray:  # fmt: skip
     """The gradient in what the product read (of `shape`), + residual."""
     dx = run.empty(shape, dtype)
-    cuda_conv.dgrad(layer.geometry(shape), g, layer.seen(run, track), dx, run.stream, residual=residual)
+    weight = layer.seen(run, track)
+    cuda_conv.dgrad(layer.geometry(shape), g, weight, dx, run.stream, residual=residual, **layer.how)
     return dx

@@ -22,13 +22,15 @@ from ...backends import cuda_math
 from ...backends.cuda_attention import MOST_CHANNELS
 from ...backends.cuda_gemm import ACCUMULATE
 from ...errors import ConfigError, DTypeError, ShapeError
+from ...tracks import resolve_track
 from ..layers import Attention
 from ..tape import Node, Op, Variable, grad_enabled
 from .attention_block import AttentionBlock
-from .blocks import Copy, Downsample, Scale, Scaled, Upsample
+from .blocks import Copy, Downsample, Scale, Scaled
 from .edges import First, Last
 from .embedding import Embedding, Projections
 from .parameters import DeviceParameters
+from .phases import PhasedUpsample
 from .products import Layer, Norm
 from .resnet import ResnetBlock
 from .watch import current
@@ -95,6 +97,13 @@ class Network:
                                   f"most {MOST_CHANNELS} are taken; set attention_head_dim, or keep the "
                                   f"network on the CPU")  # fmt: skip
 
+    def prepare(self, weights: DeviceParameters) -> None:
+        """Make what `weights` otherwise makes at the first request: not while a graph is captured."""
+        for block in self.model.up_blocks:
+            for u in block.upsamplers:
+                if u.by_phases(resolve_track(u.conv.track, "bf16")):
+                    weights.phases_of(f"{self.names[id(u.conv)]}.weight", self.stream())
+
     # ---- the chain
     def _layer(self, module: Any) -> Layer:
         return Layer(self.names[id(module)], module)
@@ -126,7 +135,7 @@ class Network:
                 channels = resnet.conv2.weight.shape[0]
                 if block.attentions:
                     steps.append(Step(self._block(AttentionBlock, block.attentions[i])))
-            steps += [Step(Upsample(self._layer(u.conv))) for u in block.upsamplers]
+            steps += [Step(PhasedUpsample(self._layer(u.conv), u)) for u in block.upsamplers]
         norm = Norm(self.names[id(model.conv_norm_out)], model.conv_norm_out)
         return [*steps, Step(Last(norm, self._layer(model.conv_out)))]
 
@@ -295,6 +304,7 @@ def move(model: Any, like: Any, save: str, backward: str, accumulate: str) -> Ne
         weights = DeviceParameters(model.flat, like)
         network = Network(model, weights, save, backward, accumulate)
         weights.refresh(network.stream())
+        network.prepare(weights)
     _point(model, weights)
     return network
 
@@ -331,4 +341,6 @@ def inventory(network: Network, weights: DeviceParameters) -> dict[str, int]:
         "weights": _nbytes(weights.data), "gradients": _nbytes(weights.grad),
         "weights in BF16": _nbytes(weights.bf16), "FP4 twins": _nbytes(weights.twin, weights.twin_scale),
     }  # fmt: skip
+    if weights.phase_bytes():
+        found["weights by phases"] = weights.phase_bytes()
     return found | dict(network.held)
