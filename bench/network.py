@@ -41,12 +41,13 @@ GIB = 1 << 30
 WRONG = {"fp4": 0.285, "bf16": 0.03}
 
 
-def network(route, **how):
+def network(route, phases=False, **how):
     import cupy
 
     config = nn.UNetConfig.ddpm_cifar10_32()
     model = nn.UNet2D(config, seed=0)
     model.apply_route(route)
+    model.upsample_by_phases(phases)
     return model.cuda(cupy, **how)
 
 

@@ -19,6 +19,10 @@ Work = tuple[float, float, str]  # seconds of arithmetic, bytes, shape
 SIZES = (4, 2, 2)  # of fp4bf16_dtype
 
 
+def _kernel(a: Any) -> str:
+    return f"{'4 of ' if getattr(a, 'phases', 0) else ''}{a.kh}x{a.kw}/{a.stride}"
+
+
 def _conv(a: Any) -> Work:
     out = a.n * a.oh * a.ow
     taps = a.kh * a.kw
@@ -27,14 +31,14 @@ def _conv(a: Any) -> Work:
     read += out * 2 * a.c16 * a.x16_on_output
     written = SIZES[a.d_dtype] + bool(a.expanded)
     nbytes = read + a.o * (taps * a.c8 + 2 * k16) + out * a.o * (written + 2 * bool(a.residual))
-    shape = f"{a.n}x{a.h}x{a.w} {a.c8}+{a.c16}->{a.o} {a.kh}x{a.kw}/{a.stride}"
+    shape = f"{a.n}x{a.h}x{a.w} {a.c8}+{a.c16}->{a.o} {_kernel(a)}"
     return 2.0 * out * a.o * (taps * a.c8 / RATE8[a.accumulate] + k16 / RATE16), nbytes, shape
 
 
 def _gradient(a: Any) -> Work:
     out = a.n * a.oh * a.ow
     nbytes = 2 * (out * a.o + a.n * a.h * a.w * a.c) + 2 * a.o * a.c * a.kh * a.kw
-    shape = f"{a.n}x{a.h}x{a.w} {a.c}->{a.o} {a.kh}x{a.kw}/{a.stride}"
+    shape = f"{a.n}x{a.h}x{a.w} {a.c}->{a.o} {_kernel(a)}"
     return 2.0 * out * a.o * a.c * a.kh * a.kw / RATE16, nbytes, shape
 
 
