@@ -1,10 +1,11 @@
 """Upsampling convolutions by phases beside those of upsampled pictures: the UNet ddpm-cifar10-32 on a GPU.
 
-    python bench/phases.py [--part agreement|layers|forward|train ...] [--batches 1024 256 64] [--rounds 8]
-                           [--json FILE]
+    python bench/phases.py [--part agreement|forward|train|configs|layers ...] [--batches 1024 256 64]
+                           [--rounds 8] [--json FILE]
 
 Both ways alternate in one run, on both tracks, as replayed CUDA graphs of the same weights
-(`UNet2D.upsample_by_phases`); "layers" times the launches of one forward alone. "agreement" is the distance
+(`UNet2D.upsample_by_phases`); "layers" times the launches of one forward alone, "configs" each configuration
+of the kernel on the three upsamplings of the largest batch, FP4 with sums. "agreement" is the distance
 of the prediction from diffusers' in FP32: by phases it must stay within a tenth of the other way's, and under
 the limits of bench/network.py, or the exit status is 1. Needs the extras `cuda` and `peers`.
 """
@@ -19,10 +20,12 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import network  # noqa: E402
+import numpy as np  # noqa: E402
 import roofline  # noqa: E402
 from network import BF16, FLOPS, ROUTE, WRONG, Ours, alternate, operands, peer, record, report  # noqa: E402
 
-from fp4bf16 import nn  # noqa: E402
+from fp4bf16 import device, nn  # noqa: E402
+from fp4bf16.backends import cuda_conv  # noqa: E402
 
 ARMS = (("fp4", ROUTE, False), ("fp4 by phases", ROUTE, True), ("bf16", BF16, False),
         ("bf16 by phases", BF16, True))  # fmt: skip
@@ -47,6 +50,76 @@ def agreement(args):
     print("distance of the prediction from diffusers FP32:",
           {name: float(f"{value:.3g}") for name, value in found.items()}, flush=True)  # fmt: skip
     return [{"part": "agreement", "arm": name, "distance": value} for name, value in found.items()]
+
+
+def configs(args):
+    """Milliseconds of each configuration, by phases and on the upsampled pictures, each result checked
+    against the first: the sums for the norm as in the network, products summed fast.
+    """
+    import cupy
+
+    n, c, rows, rng = max(args.batches), 256, [], np.random.default_rng(0)
+    for side in (16, 8, 4):
+        for phases in (True, False):
+            shape = (n, side, side, c) if phases else (n, 2 * side, 2 * side, c)
+            kernel = (4, 4) if phases else (3, 3)
+            of_kernel = (2, 2) if phases else (3, 3)
+            some = codes(rng, (min(n, 16), *shape[1:]))  # pictures that repeat
+            x = cupy.asarray(np.tile(some, (-(-n // len(some)), 1, 1, 1))[:n])
+            w = cupy.asarray(codes(rng, (c, *kernel, c)))
+            scale = cupy.full(c * (4 if phases else 1), 2.0**-6, cupy.float32)
+            d = cupy.empty((n, 2 * side, 2 * side, c), cupy.uint16)
+            operands = {name: device.operand(array, name) for name, array in
+                        (("x8", x), ("w8", w), ("col_scale", scale))}  # fmt: skip
+            out = as_bfloat16(device.operand(d, "d"))
+            geometry = cuda_conv.Geometry(*shape[:3], 2 * side, 2 * side, c, *of_kernel, 1, 1, 1)
+            how = dict(operands, accumulate="fast", phases=phases)
+            first = None
+            for config in range(20):
+                try:
+                    ms, got = once(geometry, out, d, config, how)
+                except ValueError:  # none of that number, or for other operands
+                    continue
+                first = got if first is None else first
+                right = bool((np.abs(got - first) <= 0.02 * np.abs(first).max()).all())
+                rows.append({"part": "configs", "side": side, "phases": phases, "config": config, "ms": ms,
+                             "right": right})  # fmt: skip
+                print(f"configs  {side:2d} to {2 * side:2d} {'phases' if phases else 'plain ':6s} "
+                      f"config {config:2d} {ms:7.4f} ms{'' if right else '  WRONG'}", flush=True)  # fmt: skip
+            del x, w, d, operands, out, how
+    return rows
+
+
+def codes(rng, shape):
+    """E4M3 bytes of eight numbers of either sign."""
+    some = np.array([0x30, 0x38, 0x3C, 0x40, 0xB0, 0xB8, 0xBC, 0x00], np.uint8)
+    return some[rng.integers(0, 8, shape, np.uint8)]
+
+
+def once(geometry, out, d, config, how, repeat=10):
+    """(milliseconds of a launch, its result as float32 of some pictures)."""
+    import cupy
+
+    def memory(parts):
+        return device.empty((geometry.n, parts, geometry.o, 2), "float32", like=out)
+
+    wanted = memory if geometry.oh * geometry.ow >= 256 else None
+    d.fill(0xFFFF)  # NaN
+    cuda_conv.forward(geometry, out, 0, config=config, sums=wanted, **how)
+    got = (cupy.asnumpy(d[:2]).astype(np.uint32) << 16).view(np.float32)
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    begin.record()
+    for _ in range(repeat):
+        cuda_conv.forward(geometry, out, 0, config=config, sums=wanted, **how)
+    end.record()
+    end.synchronize()
+    return cupy.cuda.get_elapsed_time(begin, end) / repeat, got
+
+
+def as_bfloat16(x):
+    """uint16 memory as what the kernels write."""
+    place = x.device, x.framework, x.owner, x.name
+    return device.DeviceArray(x.address, x.shape, x.strides, "bfloat16", *place)
 
 
 def layers(args):
@@ -91,7 +164,8 @@ def gained(rows, part, batch):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = {"agreement": agreement, "forward": forward, "train": train, "layers": layers}
+    parts = {"agreement": agreement, "forward": forward, "train": train, "configs": configs,
+             "layers": layers}  # fmt: skip
     parser.add_argument("--part", nargs="*", choices=parts, default=list(parts))
     parser.add_argument("--batches", nargs="*", type=int, default=[1024, 256, 64])
     parser.add_argument("--rounds", type=int, default=8)
@@ -106,7 +180,7 @@ def main() -> int:
             out = {"benchmark": "phases", "about": record.gpu(torch), "route": ROUTE, "rows": rows}
             pathlib.Path(args.json).write_text(json.dumps(out, indent=1) + "\n")
     distance = {r["arm"]: r["distance"] for r in rows if r["part"] == "agreement"}
-    bad = []
+    bad = [f"config {r['config']} at {r['side']}" for r in rows if not r.get("right", True)]
     for name, value in distance.items():
         track = name.split(" ")[0]
         if not (value < WRONG[track] and value <= 1.1 * distance[track]):  # nor is NaN
