@@ -28,9 +28,6 @@ __device__ inline uint32_t packed_pair(float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
 }
-__device__ inline float2 unpacked(uint32_t pair) {
-    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
-}
 
 // One head of one image, and this thread's part of it.
 struct SmallHead {

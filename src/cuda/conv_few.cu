@@ -13,7 +13,6 @@ namespace {
 constexpr int kFew = 128;          // threads of a block: more blocks, whose loads and sums overlap
 constexpr int kMostProducts = 64;  // o * kh * kw
 constexpr int kMostChannels = 1024;
-constexpr int kMostShared = 160 * 1024;
 constexpr int kPixels = 32;  // of a warp at a time: two fragments
 
 struct Few {
@@ -141,12 +140,12 @@ __global__ void __launch_bounds__(kFew) few_kernel(const __grid_constant__ Few p
 }
 
 // Tiles as wide as a picture of up to 32 pixels, and eight high; lower, then narrower, where the kernel is
-// large.
-bool choose_tile(Few* p) {
+// large for `most` bytes of shared memory.
+bool choose_tile(Few* p, int most) {
     const auto fits = [&](int h, int w) {
         p->tile_h = h, p->tile_w = w, p->columns = w + p->kw - 1;
         p->region = (h + p->kh - 1) * p->columns;
-        return p->shared_bytes() <= kMostShared;
+        return p->shared_bytes() <= most;
     };
     int h = p->oh < 8 ? p->oh : 8, w = p->ow < 32 ? p->ow : 32;
     while (h > 1 && !fits(h, w)) h /= 2;
@@ -238,11 +237,15 @@ extern "C" fp4bf16_status fp4bf16_conv2d_few(const void* x, int64_t n, int64_t h
     p.top = static_cast<int>(top), p.left = static_cast<int>(left);
     p.values = p.o * p.kh * p.kw, p.stride = p.values + p.values % 2;
     p.chunks = empty ? 0 : p.c / 8, p.row_chunks = static_cast<int>(ceil_div(p.chunks, 8)) * 8;
-    if (!choose_tile(&p))
-        return fail(
-            FP4BF16_INVALID_ARGUMENT,
-            "%s: one result meets %lld x %lld pixels, which do not fit into shared memory; use conv2d", op,
-            static_cast<long long>(kh), static_cast<long long>(kw));
+    int device = 0, most = 0;
+    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), op));
+    FP4BF16_TRY(
+        cuda_result(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op));
+    if (!choose_tile(&p, most))
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "%s: one result meets %lld x %lld pixels, which do not fit into the %d bytes of shared "
+                    "memory; use conv2d",
+                    op, static_cast<long long>(kh), static_cast<long long>(kw), most);
     p.tiles_h = static_cast<int>(ceil_div(oh, p.tile_h)),
     p.tiles_w = static_cast<int>(ceil_div(ow, p.tile_w));
     p.tiles = n * p.tiles_h * p.tiles_w;

@@ -62,7 +62,8 @@ typedef struct fp4bf16_conv2d_args {
      * W from fp4bf16_phase_weights. */
     int32_t phases;
 } fp4bf16_conv2d_args;
-/* Host. Parts of `sums`, for BF16 results; 0: none for these operands, and group_norm makes its own. */
+/* Host. Parts of `sums`, for BF16 results; 0: none for these operands, and group_norm makes its own. The
+ * alignment of d and its strides count, as does the configuration: ask with the arguments of the launch. */
 FP4BF16_API int64_t fp4bf16_conv2d_sum_parts(const fp4bf16_conv2d_args* args);
 FP4BF16_API fp4bf16_status fp4bf16_conv2d(const fp4bf16_conv2d_args* args, void* stream);
 FP4BF16_API fp4bf16_status fp4bf16_conv2d_simple(const fp4bf16_conv2d_args* args, void* stream);

@@ -4,7 +4,6 @@
 #include "norm_apply.cuh"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "norm_results.cuh"
 
@@ -12,12 +11,7 @@ namespace fp4bf16 {
 namespace {
 
 constexpr int kApplyThreads = 256;
-// With FP4 results: thread blocks of a multiprocessor, pixels that a thread asks for ahead (where the
-// expanded codes are all that is wanted, and otherwise), whether its coefficients are in registers, and
-// whether it asks for the next pixel before it searches this one's codes (or after: 8 registers fewer).
-constexpr int kFourBitBlocks = 3;
-constexpr int kAheadAlone = 1, kAheadPacked = 1;
-constexpr bool kHolds = false, kEager = true;
+constexpr int kBlocks = 3;       // of a multiprocessor
 constexpr int kMostPixels = 64;  // of a thread: bits of its special blocks
 
 struct ApplyJob {
@@ -218,7 +212,8 @@ __device__ inline const uint4* first_x(const ApplyJob& job, const Place& t) {
                                           kWidth * t.vector);
 }
 
-// The x of a thread's pixels, kHalves chunks of 8 channels each, kAhead pixels before they are needed.
+// The x of a thread's pixels, kHalves chunks of 8 channels each, kAhead pixels before they are needed. With
+// FP4 results one: more, or coefficients in registers, leave too few warps to cover the functions' pipe.
 template <int kAhead, int kHalves>
 struct Stream {
     uint4 held[kAhead][kHalves];
@@ -263,7 +258,7 @@ __device__ inline void stream_bf16(const ApplyJob& job, const Place& t, Stream<k
 }
 
 template <bool kSilu>
-__global__ void __launch_bounds__(kApplyThreads, 3) bf16_kernel(const __grid_constant__ ApplyJob job) {
+__global__ void __launch_bounds__(kApplyThreads, kBlocks) bf16_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
     wait_for_previous();
     const Shared s(job, memory);
@@ -313,7 +308,8 @@ __device__ __noinline__ void special_pixel(const ApplyJob& job, void* memory, in
     special_block16(w, *s.outer, FourBit(job.a, 0), first_block(job, t) + k * stride);
 }
 
-// kExpanded: the expanded codes are all that is wanted. Returns bits of the special blocks.
+// kExpanded: the expanded codes are all that is wanted. Returns bits of the special blocks. The next pixel is
+// asked for before this one's codes are searched. (Written as one loop, for kAhead = 1, this spills.)
 template <bool kSilu, bool kExpanded, int kAhead, typename Coefficients>
 __device__ inline uint64_t stream_fp4(const ApplyJob& job, const Place& t, const Outer& o,
                                       Stream<kAhead, 2>& x, const Coefficients& coefficients) {
@@ -330,26 +326,24 @@ __device__ inline uint64_t stream_fp4(const ApplyJob& job, const Place& t, const
             if (i + j >= t.count) break;
             uint32_t w[8];
             block_results<kSilu>(x.held[j][0], x.held[j][1], coefficients, w);
-            if (kEager) x.ask(j);
+            x.ask(j);
             if (!kExpanded && y != nullptr) {
                 y[0] = make_uint4(w[0], w[1], w[2], w[3]), y[1] = make_uint4(w[4], w[5], w[6], w[7]);
                 y += job.y_step;
             }
             if (!quantize_block16<kExpanded>(w, o, window, to, at)) special |= uint64_t{1} << (i + j);
-            if (!kEager) x.ask(j);
         }
     }
     return special;
 }
 
 template <bool kSilu, bool kExpanded>
-__global__ void __launch_bounds__(kApplyThreads, kFourBitBlocks)
-    fp4_kernel(const __grid_constant__ ApplyJob job) {
+__global__ void __launch_bounds__(kApplyThreads, kBlocks) fp4_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
     wait_for_previous();
     const Shared s(job, memory);
     const Place t(job);
-    Stream<kExpanded ? kAheadAlone : kAheadPacked, 2> x(job, t);
+    Stream<1, 2> x(job, t);
     if (threadIdx.x >= blockDim.x - 32) {
         const Outer o = static_outer(job.a, job.root);
         if (threadIdx.x == blockDim.x - 1) {
@@ -358,13 +352,12 @@ __global__ void __launch_bounds__(kApplyThreads, kFourBitBlocks)
         }
     }
     image_statistics<kSilu, 16>(job, t.image, t.first, s);
-    using Near = std::conditional_t<kHolds && kExpanded, Held<16>, Kept<false>>;
+    const int vectors = job.plan.vectors;
     uint64_t special;
     if (*s.centred == 0)
-        special = stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Near(s, job.plan.vectors, t.vector));
+        special = stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Kept<false>(s, vectors, t.vector));
     else
-        special =
-            stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Kept<true>(s, job.plan.vectors, t.vector));
+        special = stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Kept<true>(s, vectors, t.vector));
     for (; special != 0; special &= special - 1)
         special_pixel<kSilu>(job, memory, __ffsll(static_cast<long long>(special)) - 1);
 }
@@ -412,7 +405,7 @@ int64_t chunks_for(int64_t n, int64_t passes, int64_t slots) {
 
 void cut(const fp4bf16_group_norm_args& a, int multiprocessors, ApplyPlan* plan) {
     const int64_t passes = ceil_div(a.pixels, plan->rows);
-    int64_t chunks = chunks_for(a.n, passes, int64_t{multiprocessors} * (gives_fp4(a) ? kFourBitBlocks : 3));
+    int64_t chunks = chunks_for(a.n, passes, int64_t{multiprocessors} * kBlocks);
     if (a.n > 0x7FFFFFFF / chunks) chunks = 1;
     chunks = std::max(chunks, ceil_div(passes, kMostPixels));
     plan->chunk = ceil_div(passes, chunks) * plan->rows;

@@ -93,20 +93,12 @@ __device__ inline void lane_moments(const SlabPlace& p, const uint4 (&x)[kChunks
                        __fmaf_rn(2.0f * static_cast<float>(pixels) * apart, apart, m[0].y + m[1].y));
 }
 
-// Moments of the numbers that rows_sum adds: weights, moments, and one of the means. Equal means stay.
-template <int kEntries>
-__device__ inline float2 moments_of_rows(const float (&weight)[kEntries], const float2 (&m)[kEntries],
-                                         float one_mean, float inverse_weight, int chunks) {
-    float sum = 0.0f, square = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) sum = __fmaf_rn(weight[i], m[i].x - one_mean, sum);
-    const float mean = __fmaf_rn(rows_sum(sum, chunks), inverse_weight, one_mean);
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) {
-        const float d = m[i].x - mean;
-        square = __fmaf_rn(weight[i] * d, d, square + m[i].y);
-    }
-    return make_float2(mean, rows_sum(square, chunks));
+// Moments of the numbers that rows_sum adds: weight, moments, and one of the means. Equal means stay.
+__device__ inline float2 moments_of_rows(float weight, float2 m, float one_mean, float inverse_weight,
+                                         int chunks) {
+    const float sum = __fmaf_rn(weight, m.x - one_mean, 0.0f);
+    const float mean = __fmaf_rn(rows_sum(sum, chunks), inverse_weight, one_mean), d = m.x - mean;
+    return make_float2(mean, rows_sum(__fmaf_rn(weight * d, d, m.y), chunks));
 }
 
 // A warp's moments of each unit of the lane's chunk, the same in all lanes of a group.
@@ -118,36 +110,28 @@ __device__ inline void warp_moments(const NormSlabs& s, const SlabPlace& p, cons
     const int pixels = max(0, p.left - p.row + kSlabRows - 1) / kSlabRows;
     m[0] = m[1] = make_float2(0.0f, 0.0f);
     if (pixels > 0) lane_moments(p, x, pixels, one, m);
-    const float weight[1] = {static_cast<float>(pixels * (one ? 8 : 4))};
+    const auto weight = static_cast<float>(pixels * (one ? 8 : 4));
     const float inverse = inverse_of(static_cast<float>(max(p.left, 1) << s.group_shift));
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
         if (u == units) break;
         const float first = __shfl_sync(0xFFFFFFFFu, m[u].x, p.lane & (kSlabChunks - chunks));
-        const float2 mine[1] = {m[u]};
-        m[u] = moments_of_rows(weight, mine, first, inverse, chunks);
+        m[u] = moments_of_rows(weight, m[u], first, inverse, chunks);
     }
     if (one) m[1] = m[0];
 }
 
-// The image's moments from the team's warps': lane row r takes those of warps r and r + 8.
+// The image's moments from the team's warps': lane row r takes those of warp r.
 template <int kChunks>
 __device__ inline void team_moments(const NormSlabs& s, const SlabPlace& p,
                                     const float2 (*partial)[kSlab / 4], float2 (&m)[2]) {
-    constexpr int kEntries = kSlabWarps<kChunks> > kSlabRows ? 2 : 1;
+    static_assert(kSlabWarps<kChunks> <= kSlabRows, "a lane takes one warp's moments");
     const bool one = s.group_shift > 2;
-    float weight[kEntries];
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i)
-        weight[i] = static_cast<float>(SlabPlace::pixels_of(s.pixels, p.row + i * kSlabRows, kChunks)
-                                       << s.group_shift);
+    const auto weight = static_cast<float>(SlabPlace::pixels_of(s.pixels, p.row, kChunks) << s.group_shift);
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
         if (u == 1 && one) break;
-        float2 of[kEntries];
-#pragma unroll
-        for (int i = 0; i < kEntries; ++i)
-            of[i] = weight[i] > 0.0f ? partial[p.row + i * kSlabRows][2 * p.chunk + u] : float2{};
+        const float2 of = weight > 0.0f ? partial[p.row][2 * p.chunk + u] : float2{};
         m[u] = moments_of_rows(weight, of, partial[0][2 * p.chunk + u].x, s.inverse_count, 1);
     }
     if (one) m[1] = m[0];
