@@ -18,8 +18,12 @@ struct Divisor {
         multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + log2)) + d - 1) / d);
         shift = log2 - 1;
     }
-    __device__ uint32_t divide(uint32_t n) const {
+    __host__ __device__ uint32_t divide(uint32_t n) const {
+#ifdef __CUDA_ARCH__
         return multiplier == 0 ? n : __umulhi(n, multiplier) >> shift;
+#else
+        return multiplier == 0 ? n : static_cast<uint32_t>(uint64_t{n} * multiplier >> 32) >> shift;
+#endif
     }
 };
 
@@ -40,7 +44,7 @@ struct Schedule {
 
     __host__ __device__ int total() const { return tiles_m * tiles_n * batch; }
 
-    __device__ void locate(int tile, int* m, int* n, int* z) const {
+    __host__ __device__ void locate(int tile, int* m, int* n, int* z) const {
         *z = batch == 1 ? 0 : by_matrix.divide(tile);
         const int i = tile - *z * tiles_m * tiles_n, group = by_group.divide(i);
         const int inside = i - group * kGroup * tiles_n, height = min(kGroup, tiles_m - group * kGroup);

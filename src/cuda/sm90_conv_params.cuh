@@ -68,7 +68,7 @@ struct Pixel {
 };
 
 // Row `row` of a tile at `corner`.
-__device__ inline Pixel pixel_of(const ConvParams& p, Pixel corner, int row) {
+__host__ __device__ inline Pixel pixel_of(const ConvParams& p, Pixel corner, int row) {
     return {corner.x + (row & ((1 << p.log_w) - 1)), corner.y + (row >> p.log_w & ((1 << p.log_h) - 1)),
             corner.n + (row >> (p.log_w + p.log_h))};
 }
@@ -78,7 +78,7 @@ struct ConvCorner {
     Pixel at;
     int place;  // the channel, a multiple of 32, and the phase below it: one register for both
 
-    __device__ ConvCorner(const ConvParams& p, int tile, int rank) {
+    __host__ __device__ ConvCorner(const ConvParams& p, int tile, int rank) {
         int cm, cn, z;
         p.schedule.locate(tile, &cm, &cn, &z);
         const int m = cm * C::kClusterM + (C::kClusterM > 1 ? rank : 0);
@@ -89,8 +89,8 @@ struct ConvCorner {
         cn -= phase * p.phase_tiles;
         place = (cn * C::kClusterN + (C::kClusterN > 1 ? rank : 0)) * C::kTileN | phase;
     }
-    __device__ int channel() const { return place & ~(kMostPhases - 1); }
-    __device__ int phase() const { return place & (kMostPhases - 1); }
+    __host__ __device__ int channel() const { return place & ~(kMostPhases - 1); }
+    __host__ __device__ int phase() const { return place & (kMostPhases - 1); }
 };
 
 }  // namespace fp4bf16
