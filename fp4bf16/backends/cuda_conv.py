@@ -7,6 +7,7 @@ the kernels cannot read is copied by `conv_cuda` before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..device import DeviceArray
@@ -70,8 +71,7 @@ def _arguments(
     image_scale: DeviceArray | None = None, col_scale: DeviceArray | None = None, alpha: float = 1.0,
     activation: str | None = None, bias: DeviceArray | None = None, bias2: DeviceArray | None = None,
     image_bias: DeviceArray | None = None, residual: DeviceArray | None = None, accumulate: str = "promoted",
-    config: int = 0, sums: DeviceArray | None = None, expanded: DeviceArray | None = None,
-    expanded_exponent: int = 0, phases: bool = False,
+    config: int = 0, expanded: DeviceArray | None = None, expanded_exponent: int = 0, phases: bool = False,
 ) -> Any:  # fmt: skip
     """The struct of a convolution; see `forward`."""
     fields = geo._asdict() | {
@@ -96,14 +96,17 @@ def _arguments(
         fields["image_bias_stride"] = image_bias.strides[0] if geo.n > 1 else geo.o
     if residual is not None:
         fields["residual_strides"] = strides(residual)
-    if sums is not None:
-        fields["sums"] = sums.address
     if expanded is not None:
         fields |= {"expanded": expanded.address, "expanded_exponent": expanded_exponent}
     return filled("fp4bf16_conv2d_args", fields)
 
 
-def forward(geo: Geometry, d: DeviceArray, stream: int, *, simple: bool = False, **options: Any) -> None:
+#: The sums of a convolution: memory for them, or a function that makes it for a number of parts.
+Sums = DeviceArray | Callable[[int], DeviceArray] | None
+
+
+def forward(geo: Geometry, d: DeviceArray, stream: int, *, simple: bool = False, sums: Sums = None,
+            **options: Any) -> DeviceArray | None:  # fmt: skip
     """d (N, OH, OW, O) = activation(alpha * (scales * (x8 conv w8) + x16 conv w16) + bias + bias2 +
     image_bias) + residual; without x8 the scales apply to the BF16 product.
 
@@ -113,19 +116,34 @@ def forward(geo: Geometry, d: DeviceArray, stream: int, *, simple: bool = False,
         image_scale: float32, one a picture or one for all. col_scale: float32, one an output channel or one.
         alpha, activation (None, "silu", "gelu"), accumulate ("promoted", "fast").
         bias, bias2: (O,), of one dtype. image_bias: (N, O). residual: (N, OH, OW, O).
-        sums: float32 (N, `sum_parts`, O, 2), becomes the sums and sums of squares of a bfloat16 d.
+        sums: float32 (N, `sum_parts`, O, 2), becomes the sums and sums of squares of a bfloat16 d; or a
+            function of the number of parts that gives it, called where there are any. It is returned.
         expanded: uint8 (N, OH, OW, O), O a multiple of 16, becomes a bfloat16 d in nvfp4_exact (fast search,
             E4M3) under the outer scale 2^`expanded_exponent`, -119 to 120.
         phases: x counts as upsampled to twice its size; weights are those of `phase_weights`, (O, 4 * kh * kw
             * C) a row, and col_scale has 4 elements an output channel.
         config: a configuration by its number, 0: by shape. simple: the kernel without tensor cores.
     """
-    call("conv2d_simple" if simple else "conv2d", _arguments(geo, d, **options), stream)
+    args = _arguments(geo, d, **options)
+    if callable(sums):
+        parts = parts_of(args)
+        sums = sums(parts) if parts else None
+    if sums is not None:
+        args.sums = cuda.load().ffi.cast("float*", sums.address)
+    call("conv2d_simple" if simple else "conv2d", args, stream)
+    return sums
 
 
 def sum_parts(geo: Geometry, d: DeviceArray, **options: Any) -> int:
-    """Parts of an image that `sums` of `forward` with these operands and options has; 0: there are none."""
-    return int(cuda.load().lib.fp4bf16_conv2d_sum_parts(_arguments(geo, d, **options)))
+    """Parts of an image that `sums` of `forward` with these operands and options has; 0: there are none. They
+    depend on where d lies and on its strides, too: the d of the launch is needed.
+    """
+    return parts_of(_arguments(geo, d, **options))
+
+
+def parts_of(args: Any) -> int:
+    """`sum_parts` of a filled struct."""
+    return int(cuda.load().lib.fp4bf16_conv2d_sum_parts(args))
 
 
 def dgrad(geo: Geometry, g: DeviceArray, w16: DeviceArray, dx: DeviceArray, stream: int, *,

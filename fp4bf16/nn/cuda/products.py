@@ -410,9 +410,12 @@ def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, sums: bool = Fal
                     "accumulate": run.accumulate}  # fmt: skip
     more = {"bias": layer.bias(run), **layer.how, **finish}
     geometry, operands = layer.geometry(feed.x.shape), operands | more
-    parts = cuda_conv.sum_parts(geometry, d, **operands) if sums and _sums_pay(geometry) else 0
-    made = run.empty((geometry.n, parts, geometry.o, 2), "float32") if parts else None
-    cuda_conv.forward(geometry, d, run.stream, sums=made, **operands)
+
+    def memory(parts: int) -> DeviceArray:
+        return run.empty((geometry.n, parts, geometry.o, 2), "float32")
+
+    wanted = memory if sums and _sums_pay(geometry) else None
+    made = cuda_conv.forward(geometry, d, run.stream, sums=wanted, **operands)
     observed(run, layer, feed, d, scale, finish)
     return Pictures(d, () if made is None else (made,))
 
