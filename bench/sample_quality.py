@@ -1,6 +1,7 @@
 """Are pictures drawn on the FP4 track as close to real ones as those drawn on BF16, given what seeds do?
 
-    python bench/sample_quality.py RUN [--n 10000] [--floor-seeds 3] [--device cuda] [--quick] [--json FILE]
+    python bench/sample_quality.py RUN [--n 10000] [--floor-seeds 3] [--route FILE ...]
+                                   [--device cuda] [--quick] [--json FILE]
 
 The model of a run draws `--n` pictures on BF16, the same captions from the same seeds on the FP4 track, and
 `--floor-seeds` further sets on BF16 from other seeds. On every extractor that is installed, and against all
@@ -9,11 +10,14 @@ real pictures and those of the winning style:
     change   kernel distance of the FP4 set less that of the BF16 set, with its 95 % interval
     floor    the largest difference of the distances of two BF16 sets: what other seeds alone change
 
+Each ``--route`` adds a set drawn on the FP4 track by the routes of a file (bench/routes has some: for the
+noisiest levels alone, and none of the way up), with the share of the FLOPs that it puts on FP4.
+
 Claimed is |change| <= floor. Beside it stand the distances themselves, the mean difference of two BF16 sets,
 and the distances of all sets from each other. None of these numbers is an FID.
 
-Writes bench/results/<machine>/sample_quality.json; exit status 1 where FP4 changes more than the floor, and
-where there is no floor to compare with.
+Writes bench/results/<machine>/sample_quality.json; exit status 1 where FP4 changes more than the floor by
+every route, and where there is no floor to compare with.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,15 +35,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fp4bf16.backends import cuda  # noqa: E402
 from fp4bf16.cli.bench import record  # noqa: E402
 from fp4bf16.errors import CheckpointError, ConfigError, CudaError, LibraryError  # noqa: E402
+from fp4bf16.train.engine import make_sampler  # noqa: E402
 from fp4bf16.train.evaluation import Settings, compare_sets, draw_all  # noqa: E402
-from fp4bf16.train.evaluation_sets import Plan, cases, load_weights, real_pictures  # noqa: E402
+from fp4bf16.train.evaluation_sets import (  # noqa: E402
+    Drawn,
+    Plan,
+    Real,
+    Weights,
+    cases,
+    draw_set,
+    fp4_share,
+    load_weights,
+    real_pictures,
+)
 from fp4bf16.train.extractors import NOT_FID, make_extractors  # noqa: E402
 from fp4bf16.train.progress import Progress  # noqa: E402
 from fp4bf16.train.state import peak_rss_mb  # noqa: E402
 
 QUICK = 48  # pictures a set
 LINE = (
-    "{:18s} to {:14s} | bf16 {:9.4g} | fp4 {:9.4g} | change {:+9.3g} [{:+.3g}, {:+.3g}] | floor {:8.3g} | {}"
+    "{:20s} {:18s} to {:9s} | bf16 {:8.4g} | fp4 {:8.4g} | change {:+9.3g} [{:+.3g}, {:+.3g}] | "
+    "floor {:8.3g} | {}"
 )
 
 
@@ -49,12 +66,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="sampling steps (default: as the run's evaluation)")
     parser.add_argument("--seed", type=int, help="of the pictures (default: the run's)")
     parser.add_argument("--floor-seeds", type=int, default=3, help="further BF16 sets (default: 3)")
+    parser.add_argument("--route", nargs="*", default=[], metavar="FILE", help="further routes to draw on")
     parser.add_argument("--extractors", help="of pixels, classes, efficientnet, with commas (default: all)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} pictures a set: a test of the script")
     parser.add_argument("--json", help="file to write")
     parser.add_argument("--commit", help="of the sources, where there is no git")
     return parser.parse_args(arguments)
+
+
+def by_route(
+    weights: Weights, settings: Settings, files: Sequence[str], real: Real, plan: Plan
+) -> tuple[list[Drawn], dict[str, dict[str, Any]]]:
+    """All sets that are drawn; name of an FP4 set -> file of its routes (None: the run's), share of FLOPs."""
+    drawn = draw_all(weights, settings, real, plan, base=False)
+    captions, seeds = cases(weights, real.captions, settings.n, settings.seed)
+    which, on_gpu = drawn[0].weights, settings.device == "cuda"
+    model = weights.model(which, merged=on_gpu)
+    about = {drawn[1].name: {"file": None, "share": fp4_share(model, settings.steps)}}
+    for file in files:
+        model = weights.on(file).model(which, merged=on_gpu)
+        name = f"{drawn[1].name}, {Path(file).stem}"
+        about[name] = {"file": Path(file).name, "share": fp4_share(model, settings.steps)}
+        draw = make_sampler(settings.device, model)
+        drawn.append(draw_set(draw, (name, which, "fp4", "seeds 1"), captions, seeds, plan))
+    return drawn, about
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,15 +101,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         QUICK if args.quick else args.n, args.steps, seed=args.seed, device=args.device,
         floor_seeds=args.floor_seeds, extractors=wanted,
     ).checked(weights)  # fmt: skip
+    for file in args.route:  # said before anything is drawn
+        weights.on(file)
     real = real_pictures(weights.config)
     extractors, absent = make_extractors(wanted, next(iter(real.references.values())))
     progress = Progress()
-    progress.stage("draw", settings.n * (2 + settings.floor_seeds))
+    progress.stage("draw", settings.n * (2 + settings.floor_seeds + len(args.route)))
     plan = Plan(weights.config.size, settings.steps, extractors, None, {}, range(1), progress.step)
-    drawn = draw_all(weights, settings, real, plan, base=False)
+    drawn, routes = by_route(weights, settings, args.route, real, plan)
     progress.end()
     took = time.perf_counter() - began
-    rows = [row for e in extractors for row in compare_sets(e, drawn, real, settings.seed)[3]]
+    bf16 = [d for d in drawn if d.track == "bf16"]
+    rows = []
+    for one in (d for d in drawn if d.track == "fp4"):
+        some = [bf16[0], one, *bf16[1:]]
+        found = [r for e in extractors for r in compare_sets(e, some, real, settings.seed)[3]]
+        routes[one.name]["held"] = bool(found) and all(row["within"] for row in found)
+        rows += found
     return {
         "run": {"preset": weights.config.preset, "stage": weights.meta["stage"], "step": weights.meta["step"],
                 "aligned": weights.aligned, "config": weights.config.to_dict()},
@@ -83,8 +127,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "references": {name: len(pictures) for name, pictures in real.references.items()},
         "extractors": {e.name: e.about for e in extractors},
         "left_out": absent,
+        "routes": routes,
         "rows": rows,
-        "held": bool(rows) and all(row["within"] for row in rows),
+        "held": any(route["held"] for route in routes.values()),
         "note": NOT_FID,
         "seconds": {"draw": round(took, 1), "all": round(time.perf_counter() - began, 1)},
         "peak_rss_mb": peak_rss_mb(),
@@ -108,10 +153,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (CheckpointError, ConfigError, CudaError, LibraryError, ImportError) as error:
         print(f"sample_quality: {error}", file=sys.stderr)
         return 2
+    for name, route in found["routes"].items():
+        print(f"{name}: {100 * route['share']:.1f} % of the FLOPs on FP4")
     for row in found["rows"]:
         distance = row["distance"]
         verdict = {True: "within", False: "BEYOND", None: "no floor"}[row["within"]]
-        print(LINE.format(row["extractor"], row["reference"], distance[row["bf16"][0]], distance[row["fp4"]],
+        print(LINE.format(row["fp4"].removeprefix("aligned "), row["extractor"], row["reference"],
+                          distance[row["bf16"][0]], distance[row["fp4"]],
                           row["change"], row["change_low"], row["change_high"],
                           float("nan") if row["floor"] is None else row["floor"], verdict))  # fmt: skip
     about = machine(args)

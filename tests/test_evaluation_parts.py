@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,14 +20,16 @@ from evaluated import fails, quiet, trained  # noqa: E402
 
 from fp4bf16.__main__ import main  # noqa: E402
 from fp4bf16.errors import ConfigError, ShapeError  # noqa: E402
+from fp4bf16.routing import RouteSet, save_routes  # noqa: E402
 from fp4bf16.train import evaluation, extractors  # noqa: E402
 from fp4bf16.train.distances import FeatureSet, KernelTable  # noqa: E402
-from fp4bf16.train.evaluation import check_target, write_folder  # noqa: E402
+from fp4bf16.train.evaluation import Settings, check_target, evaluate, write_folder  # noqa: E402
 from fp4bf16.train.evaluation_numbers import noise_floor  # noqa: E402
 from fp4bf16.train.evaluation_page import page, sheet  # noqa: E402
 from fp4bf16.train.evaluation_sets import load_weights  # noqa: E402
 from fp4bf16.train.extractors import Extractor, featurise, make_extractors  # noqa: E402
 from fp4bf16.train.folder import RunFolder  # noqa: E402
+from fp4bf16.train.progress import Progress  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -169,6 +172,43 @@ def test_sample_quality(run, tmp_path, capsys, monkeypatch):
     assert found["machine"]["fp4bf16"] and "pixel statistics" in capsys.readouterr().out
     assert script.main([*arguments, "--floor-seeds", "0"]) == 1  # without a floor nothing is claimed
     assert script.main([str(tmp_path), "--quick"]) == 2
+
+
+def test_routes_of_sample_quality(run, tmp_path, monkeypatch):
+    """A route of BF16 alone changes nothing, its share is 0; a file that is no route is refused at once."""
+    script = _script()
+    monkeypatch.setattr(script, "QUICK", 10)
+    files = [tmp_path / "plain.json", tmp_path / "upper.json"]
+    save_routes(files[0], {"*": "bf16"})
+    save_routes(files[1], RouteSet([{"*": "bf16"}, {"*": "fp4"}], {"*": "fp4"}))
+    target = tmp_path / "quality.json"
+    arguments = [str(run), "--quick", "--floor-seeds", "1", "--extractors", "pixels", "--json", str(target)]
+    assert script.main([*arguments, "--route", *map(str, files)]) == 0
+    found = json.loads(target.read_text())
+    routes = {name.rpartition(", ")[2]: about for name, about in found["routes"].items()}
+    assert routes["plain"]["share"] == 0 and routes["plain"]["held"]
+    assert routes["upper"]["share"] == pytest.approx(0.5) and len(found["rows"]) == 6
+    same = [r["change"] for r in found["rows"] if r["fp4"].endswith("plain")]
+    assert same == pytest.approx([0.0, 0.0], abs=1e-9)  # the same pictures, summed in another order
+    assert all(abs(r["change"]) > 1e-6 for r in found["rows"] if r["fp4"].endswith("upper"))
+    files[0].write_text("[]")
+    assert script.main([*arguments, "--route", str(files[0])]) == 2
+
+
+def test_eval_on_a_route(run, tmp_path):
+    file = save_routes(tmp_path / "plain.json", {"*": "bf16"})
+    settings = Settings(n=6, floor_seeds=0, extractors=("pixels",))
+    plain = evaluate(run, replace(settings, route=str(file)), Progress(io.StringIO()))
+    own = evaluate(run, settings, Progress(io.StringIO()))
+    assert plain.report["settings"]["route"] == str(file)
+
+    def features(e, track):
+        return next(s for s in e.sets.values() if s.track == track).features["pixel statistics"]
+
+    assert np.array_equal(features(plain, "fp4"), features(plain, "bf16"))
+    assert not np.array_equal(features(own, "fp4"), features(own, "bf16"))
+    with pytest.raises(ConfigError, match="absent.json: cannot be read"):
+        evaluate(run, replace(settings, route=str(tmp_path / "absent.json")), Progress(io.StringIO()))
 
 
 # ---- page and sheets

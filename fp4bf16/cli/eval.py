@@ -33,6 +33,10 @@ def add_parser(subparsers: Any) -> None:
         "--guidance", type=float, metavar="G", help="of the captions; 1: none (default: the run's)"
     )
     parser.add_argument(
+        "--route", metavar="FILE", help="draw the FP4 pictures on these routes: JSON as the command route "
+        "saves it, for each part of the noise levels, or one object of pattern -> track (default: the run's)"
+    )  # fmt: skip
+    parser.add_argument(
         "--seed", type=int, metavar="N", help="of the pictures (default: the run's, so that they are its own)"
     )
     parser.add_argument(
@@ -81,6 +85,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     settings = Settings(
         args.n, args.steps, args.sampler, args.guidance, args.seed, args.device, args.floor_seeds,
         None if named is None else tuple(name.strip() for name in named.split(",")), args.extrapolate,
+        args.route,
     )  # fmt: skip
     if not args.run.is_dir():
         raise ConfigError(f"eval {args.run}: there is no such folder; name the folder of a run")

@@ -65,6 +65,7 @@ class Settings:
     floor_seeds: int = 3
     extractors: tuple[str, ...] | None = None
     at_infinity: bool = False
+    route: str | None = None  # file of the routes of FP4 pictures; None: the run's
 
     def checked(self, weights: Weights) -> Settings:
         """These settings with every None filled in; `ConfigError` for one that cannot be."""
@@ -84,7 +85,7 @@ class Settings:
         if not 0 <= seed < 2**63:
             raise ConfigError(f"--seed {seed}: must be a whole number from 0 to 2^63 - 1")
         return Settings(self.n, steps, c.sampler, c.guidance, seed, self.device, self.floor_seeds,
-                        self.extractors, self.at_infinity)  # fmt: skip
+                        self.extractors, self.at_infinity, self.route)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def evaluate(folder: Path, settings: Settings, progress: Progress | None = None)
     """
     began = time.monotonic()
     progress = progress or Progress()
-    weights = load_weights(folder)
+    weights = load_weights(folder).on(settings.route)
     settings = settings.checked(weights)
     if settings.device == "cuda":
         from .device_sampler import place

@@ -7,6 +7,7 @@ features and scores take memory in the end.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from ..align.judges import Judge
 from ..align.panel import Panel
 from ..align.rollout import healthy
 from ..diffusion.noise import integers, subseed
+from ..diffusion.samplers import plan
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..nn.lora import LoRA
+from ..routing import RouteSet, flops, load_routes
 from . import checkpoint
 from .config import Config, check, from_dict
 from .data import STYLES, Vocabulary
@@ -51,6 +54,20 @@ class Weights:
     config: Config
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
+    routes: RouteSet | None = None  # of FP4 pictures, in place of the run's
+
+    def on(self, route: str | os.PathLike | None) -> Weights:
+        """These weights, drawing FP4 pictures on the routes of a file (`load_routes`); None: on the run's.
+
+        Raises `ConfigError` for a file that holds no routes.
+        """
+        if route is None:
+            return self
+        try:
+            return dataclasses.replace(self, routes=load_routes(route))
+        except OSError as error:
+            raise ConfigError(f"--route {route}: cannot be read ({error.strerror}); name a file that the "
+                              f"command route has saved") from error  # fmt: skip
 
     @property
     def aligned(self) -> bool:
@@ -64,7 +81,7 @@ class Weights:
         Adapters run beside the network, as in the run; merged: they are added into it (for a GPU).
         """
         model = Denoiser(config or self.config, Vocabulary(tuple(self.meta["words"])))
-        model.routes = routes_in(self.config, model, self.meta.get("loop"))
+        model.routes = self.routes or routes_in(self.config, model, self.meta.get("loop"))
         adapters = checkpoint.take(self.arrays, "lora") if which == "aligned" and not merged else {}
         state = checkpoint.take(self.arrays, "ema" if which == "base" or adapters else "policy")
         try:
@@ -101,6 +118,23 @@ def load_weights(folder: Path) -> Weights:
                 return Weights(Path(folder), config, found[0], found[1])
         time.sleep(0.2)  # the run may just have put another file in its place
     raise AssertionError("not reached")
+
+
+def fp4_share(model: Denoiser, steps: int) -> float:
+    """Of the FLOPs of a picture that `model` draws on the FP4 track with `steps` steps, the share on FP4."""
+    of = model.config.diffusion
+    unet, total, low = model.unet, 0.0, 0.0
+    costs = flops(unet)
+    before = {m.key: m.track for _, m in unet.named_modules() if getattr(m, "routed", False)}
+    routes = model.routes or RouteSet([before])
+    try:
+        for step in plan(of.sampler, model.schedule, steps):
+            tracks = unet.apply_route(routes.at(step.t, len(model.schedule)))
+            total += sum(costs.values())
+            low += sum(cost for name, cost in costs.items() if tracks[name] != "bf16")
+    finally:
+        unet.apply_route(before)
+    return low / total
 
 
 # ---------------------------------------------------------------------------------------------- pictures
