@@ -203,7 +203,8 @@ def test_eval_on_a_route(run, tmp_path):
     assert plain.report["settings"]["route"] == str(file)
 
     def features(e, track):
-        return next(s for s in e.sets.values() if s.track == track).features["pixel statistics"]
+        which = (s for s in e.sets.values() if (s.weights, s.track) == ("aligned", track))
+        return next(which).features["pixel statistics"]
 
     assert np.array_equal(features(plain, "fp4"), features(plain, "bf16"))
     assert not np.array_equal(features(own, "fp4"), features(own, "bf16"))
