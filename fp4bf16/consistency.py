@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from .averages import Average
 from .certify import Certificate
 from .diffusion.noise import integers, permutation, subseed
 from .errors import ConfigError
@@ -148,31 +149,18 @@ def _square(x: Any) -> float:
 
 
 # ---- the constraint ----------------------------------------------------------------------------------------
-class _Average:
-    """Moving average of positive numbers, corrected for its start (as Adam's moments)."""
+def _average(total: Any, count: Any) -> Average:
+    """Of norms, from a state; `ValueError` for what is none."""
+    if float(total) < 0:
+        raise ValueError(f"{total!r} is no average of norms, for it is negative")
+    return Average.of(_KEEP, total, count)
 
-    def __init__(self, value: float = 0.0, count: int = 0):
-        self.value, self.count = value, count
 
-    @classmethod
-    def of(cls, value: Any, count: Any) -> _Average:
-        """Of a state; `ValueError` for what is no average."""
-        if not 0 <= float(value) < math.inf or _whole(count) < 0:
-            raise ValueError(f"{[value, count]!r} is no average and its count")
-        return cls(float(value), int(count))
-
-    def update(self, x: float) -> None:
-        self.value, self.count = _KEEP * self.value + (1 - _KEEP) * x, self.count + 1
-
-    @property
-    def mean(self) -> float:
-        return self.value / (1 - _KEEP**self.count) if self.count else 0.0
-
-    def jump(self, x: float) -> float:
-        """x / mean or its inverse, whichever is over 1; 1 while too little is known."""
-        if self.count < _WARM_UP or not (self.mean > 0 and x > 0):
-            return 1.0
-        return max(x / self.mean, self.mean / x)
+def _jump(average: Average, x: float) -> float:
+    """x / average or its inverse, whichever is over 1; 1 while too little is known."""
+    if average.count < _WARM_UP or not (average.value > 0 and x > 0):
+        return 1.0
+    return max(x / average.value, average.value / x)
 
 
 class Constraint(Watcher):
@@ -212,7 +200,7 @@ class Constraint(Watcher):
         self.limit, self.jump, self.cooldown = float(limit), float(jump), int(cooldown)
         self._step: int | None = None
         self._held: dict[str, tuple[int, str]] = {}  # the last step on BF16, and why
-        self._averages: dict[str, dict[str, _Average]] = {}
+        self._averages: dict[str, dict[str, Average]] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -227,7 +215,7 @@ class Constraint(Watcher):
             for name, values in self._sizes().items():
                 if name not in bad:
                     for what, value in values.items():
-                        self._averages.setdefault(name, {}).setdefault(what, _Average()).update(value)
+                        self._averages.setdefault(name, {}).setdefault(what, Average(_KEEP)).update(value)
             self._held = {name: held for name, held in self._held.items() if held[0] >= step}
         self._step = step
         self._clear()
@@ -293,11 +281,11 @@ class Constraint(Watcher):
             for name, values in self._sizes().items():
                 for what, value in values.items():
                     average = self._averages.get(name, {}).get(what)
-                    if average is not None and average.jump(value) > self.jump:
+                    if average is not None and _jump(average, value) > self.jump:
                         found.setdefault(
                             name,
                             f"norm of its {what} is {value:.4g}, {self.jump:g} times over or under its "
-                            f"average of {average.mean:.4g}",
+                            f"average of {average.value:.4g}",
                         )
         for name in (*self.ratios, *self._refused) if gradients is not None else ():
             g = gradients.get(name)
@@ -309,7 +297,7 @@ class Constraint(Watcher):
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on as if nothing had been interrupted: dicts, lists, numbers, words."""
         averages = {
-            name: {what: [a.value, a.count] for what, a in of.items()} for name, of in self._averages.items()
+            name: {what: a.state() for what, a in of.items()} for name, of in self._averages.items()
         }
         return {
             "step": self._step,
@@ -325,7 +313,7 @@ class Constraint(Watcher):
         try:
             held = {str(n): (_whole(last), str(reason)) for n, (last, reason) in state["held"].items()}
             averages = {
-                name: {what: _Average.of(*parts) for what, parts in of.items()}
+                name: {what: _average(*parts) for what, parts in of.items()}
                 for name, of in state["averages"].items()
             }
             ratios = {name: float(ratio) for name, ratio in state["ratios"].items()}

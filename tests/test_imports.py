@@ -14,8 +14,8 @@ PACKAGE = ROOT / "fp4bf16"
 
 #: From the ground up. A module may import from floors under its own and from its own floor.
 FLOORS = [
-    {"errors", "extras", "_version"},
-    {"formats", "interop", "layout", "tracks"},
+    {"errors", "extras", "_version", "files"},
+    {"averages", "formats", "interop", "layout", "tracks"},
     {"adapters", "backends", "device", "tune"},
     {"dispatch"},
     {"quantize", "certify", "compare", "io", "foreign"},

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..averages import Average
 from ..errors import ConfigError
-from .averages import Average
 
 #: The budget is never taken to less than this part of what the user gave, and never to more than all of it.
 WIDEST = 8.0
@@ -72,11 +72,9 @@ class Feedback:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON-able; `restore` takes it back bit for bit."""
-        return {
-            "trend": [self._trend.total, self._trend.weight], "sum": self._sum, "exponent": self._exponent,
-        }  # fmt: skip
+        return {"trend": self._trend.state(), "sum": self._sum, "exponent": self._exponent}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave."""
-        self._trend = Average(self._trend.decay, *map(float, state["trend"]))
+        self._trend = Average.of(self._trend.decay, *state["trend"])
         self._sum, self._exponent = float(state["sum"]), float(state["exponent"])

@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..averages import Average
 from ..errors import ConfigError, nearest
 from ..tracks import match_route
-from .averages import Average
 from .decision import SLOW, Decision, settle
 from .pins import FAST, LayerInfo, free_track
 from .routes import RouteSet, check_route
@@ -392,13 +392,13 @@ class Router:
         """Everything, as plain values for JSON; `restore` takes it back to the bit."""
 
         def plain(averages: Mapping[str, Average]) -> dict:
-            return {name: [a.total, a.weight] for name, a in averages.items()}
+            return {name: a.state() for name, a in averages.items()}
 
         return {
             "buckets": self.buckets, "layers": list(self.layers), "omega": plain(self._omega),
             "by_bucket": [plain(part) for part in self._by_bucket], "variance": dict(self._variance),
             "noise": dict(self._noise), "latency": {n: plain(held) for n, held in self._latency.items()},
-            "loss": [self._loss.total, self._loss.weight], "broken": [dict(part) for part in self._broken],
+            "loss": self._loss.state(), "broken": [dict(part) for part in self._broken],
             "demoted": dict(self._demoted), "held": {n: list(value) for n, value in self._held.items()},
             "decisions": [d.to_dict() for d in self.decisions],
         }  # fmt: skip
@@ -414,12 +414,12 @@ class Router:
             )
 
         def made(averages: Mapping[str, Any]) -> dict[str, Average]:
-            return {name: Average(self.decay, *value) for name, value in averages.items()}
+            return {name: Average.of(self.decay, *value) for name, value in averages.items()}
 
         self._omega, self._by_bucket = made(state["omega"]), [made(part) for part in state["by_bucket"]]
         self._variance, self._noise = dict(state["variance"]), dict(state["noise"])
         self._latency = {name: made(held) for name, held in state["latency"].items()}
-        self._loss = Average(self.decay, *state["loss"])
+        self._loss = Average.of(self.decay, *state["loss"])
         self._broken, self._demoted = [dict(part) for part in state["broken"]], dict(state["demoted"])
         self._held = {name: tuple(value) for name, value in state["held"].items()}
         self.decisions = [Decision.from_dict(d) for d in state["decisions"]]

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..averages import Averages
 from ..errors import ConfigError, NonFiniteError, ShapeError, nearest
 from ..nn import ops as F
 from ..nn.layers import Conv2d
@@ -24,7 +25,6 @@ from ..nn.tape import Variable, grad_enabled, no_grad
 from ..nn.watch import Watcher, tap, track_of
 from ..quantize import dequantize
 from ..tracks import tracks
-from .averages import Averages
 from .curvature import Trace
 
 #: What an `ActivationProbe` measures the error of.

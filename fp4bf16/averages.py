@@ -6,33 +6,49 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..errors import ConfigError
+import numpy as np
+
+from .errors import ConfigError
 
 
 class Average:
-    """An exponential moving average without the bias of its beginning: each value counts `decay` times the
-    next.
+    """An exponential moving average without the bias of its beginning, as Adam's moments: each value counts
+    `decay` times the next.
+
+    decay: in [0, 1). total: the sum that is decayed; count: values so far.
 
     >>> a = Average(0.5)
-    >>> a.update(4.0), a.update(1.0)
-    (4.0, 2.0)
+    >>> a.update(4.0), a.update(1.0), a.count
+    (4.0, 2.0, 2)
     """
 
-    __slots__ = ("decay", "total", "weight")
+    __slots__ = ("count", "decay", "total")
 
-    def __init__(self, decay: float, total: float = 0.0, weight: float = 0.0):
-        self.decay, self.total, self.weight = decay, total, weight
+    def __init__(self, decay: float, total: float = 0.0, count: int = 0):
+        self.decay, self.total, self.count = decay, total, count
+
+    @classmethod
+    def of(cls, decay: float, total: Any, count: Any) -> Average:
+        """From a state, [total, count]. Raises `ValueError` for what is no average."""
+        whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+        if not (math.isfinite(float(total)) and whole and count >= 0):
+            raise ValueError(f"{[total, count]!r} is no sum and its count; pass what state() gave")
+        return cls(decay, float(total), int(count))
 
     def update(self, value: float) -> float:
         """Add one value; returns the average."""
         self.total = self.decay * self.total + (1.0 - self.decay) * value
-        self.weight = self.decay * self.weight + (1.0 - self.decay)
-        return self.total / self.weight
+        self.count += 1
+        return self.value
 
     @property
     def value(self) -> float | None:
         """The average, None before the first value."""
-        return self.total / self.weight if self.weight > 0 else None
+        return self.total / (1.0 - self.decay**self.count) if self.count else None
+
+    def state(self) -> list[float]:
+        """[total, count] for a checkpoint; `of` takes them back to the bit."""
+        return [self.total, self.count]
 
 
 class Averages:
@@ -72,8 +88,8 @@ class Averages:
         return [average.value for average in self._rows[name]]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON-able: of each name the totals and, last, their common weight."""
-        sums = {name: [*(a.total for a in row), row[0].weight] for name, row in self._rows.items()}
+        """For a checkpoint, JSON-able: of each name the totals and, last, their common count."""
+        sums = {name: [*(a.total for a in row), row[0].count] for name, row in self._rows.items()}
         return {"sums": sums, "skipped": dict(self.skipped)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -85,6 +101,6 @@ class Averages:
                     f"{self.where}: the state of {name!r} has {len(numbers)} numbers instead of "
                     f"{self.columns + 1}; restore what state() of this class gave"
                 )
-            *totals, weight = map(float, numbers)
-            rows[str(name)] = [Average(self.decay, total, weight) for total in totals]
+            *totals, count = numbers
+            rows[str(name)] = [Average.of(self.decay, total, count) for total in totals]
         self._rows, self.skipped = rows, {str(k): int(v) for k, v in state["skipped"].items()}
