@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from fp4bf16._version import __version__  # noqa: E402
 from fp4bf16.backends.threads import num_threads  # noqa: E402
+from fp4bf16.files import write_atomic  # noqa: E402
 from fp4bf16.train import checkpoint  # noqa: E402
 
 
@@ -100,7 +101,7 @@ def rise(lines: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """JSON for people to read, too."""
+    """JSON for people to read, too; a run that dies while it writes leaves the results of before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
     print(f"written: {path}")

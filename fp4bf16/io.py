@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from .device import is_device, to_host
+from .files import write_atomic
 from .formats import FORMATS, QuantizedArray
 from .interop import unwrap, wrap
 
@@ -94,7 +95,11 @@ def save(path, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = N
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER:
         raise ValueError(f"save: the header takes {len(text)} bytes, but at most {_MAX_HEADER} are read back")
-    _write(Path(path), [len(text).to_bytes(8, "little"), text], [tensors[name] for name in order])
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"save: {path}: the folder {path.parent} is not there; make it first")
+    parts = (memoryview(tensors[name].reshape(-1).view(np.uint8)) for name in order)
+    write_atomic(path, (len(text).to_bytes(8, "little"), text, *parts))
 
 
 def _flatten(arrays: Mapping[str, Any]):
@@ -126,25 +131,6 @@ def _flatten(arrays: Mapping[str, Any]):
                 add(f"{name}.{part}", getattr(value, part))
         quantized[name] = {"format": value.format.name, "shape": value.shape, "order": value.order}
     return tensors, quantized
-
-
-def _write(path: Path, head: list[bytes], tensors: list[np.ndarray]) -> None:
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"save: {path}: the folder {path.parent} is not there; make it first")
-    # a part of the name says whose it is; all of it could be longer than a name may be
-    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-    try:
-        with open(temporary, "xb") as f:
-            for part in head:
-                f.write(part)
-            for a in tensors:
-                f.write(memoryview(a.reshape(-1).view(np.uint8)))
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 # ---- load --------------------------------------------------------------------------------------------------

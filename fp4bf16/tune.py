@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
+from .files import write_atomic
 from .tracks import check_track
 
 FORMAT, VERSION = "fp4bf16-latency", 1
@@ -199,7 +199,7 @@ class LatencyTable:
         """
         path, table = (Path(path), self) if path is not None else (_cache_file(), self._with_others())
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(table.to_dict(), allow_nan=False))
+        write_atomic(path, json.dumps(table.to_dict(), allow_nan=False).encode())
         return path
 
     def _with_others(self) -> LatencyTable:
@@ -250,23 +250,6 @@ class LatencyTable:
 
 def _cache_file() -> Path:
     return cache_folder() / "latency.json"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole: at any moment, after a crash as well, the old one or the new one is there.
-    Raises `OSError`.
-    """
-    # A part of the name says whose it is; all of it could be longer than a name may be
-    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _checked(microseconds: float) -> float:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
+from ..files import write_atomic
 from ..tracks import check_track
-from ..tune import write_text
 
 FORMAT, VERSION = "fp4bf16-route", 1
 _LARGEST_FILE = 16 << 20  # bytes
@@ -165,7 +165,7 @@ def save_routes(path: str | os.PathLike, routes: RouteSet | Mapping[str, str]) -
     text = json.dumps(routes.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     if not path.parent.is_dir():
         raise FileNotFoundError(f"save_routes: {path}: the folder {path.parent} is not there; make it first")
-    write_text(path, text)
+    write_atomic(path, text.encode())
     return path
 
 

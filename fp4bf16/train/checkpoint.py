@@ -8,8 +8,6 @@ same run writes the same bytes.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import zlib
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..extras import require
+from ..files import write_atomic
 
 FORMAT = "fp4bf16-checkpoint-1"
 NEEDED = {"config": dict, "stage": str, "step": int, "lines": int, "words": list}  # of the metadata of a run
@@ -30,77 +29,6 @@ class DamagedError(CheckpointError):
     def __init__(self, path: Path, reason: str, advice: str = _ADVICE):
         super().__init__(f"{path}: {reason}; {advice}")
         self.path, self.reason = path, reason
-
-
-def write_atomic(path: Path, data: bytes | memoryview, previous: Path | None = None) -> None:
-    """Write `data` to `path` so that a crash at any moment leaves the old file or the new one, never a part.
-
-    Written beside it, flushed to the disk, renamed over it, and the folder flushed too (a rename is durable
-    only after that). previous: in the same folder; the name under which the old file stays.
-
-    Raises `OSError`, a full disk among them: both files are then as they were.
-
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "x"
-    >>> write_atomic(file, b"old"), write_atomic(file, b"new", file.with_name("x.previous"))
-    (None, None)
-    >>> file.read_bytes(), file.with_name("x.previous").read_bytes()
-    (b'new', b'old')
-    """
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            write_all(handle, data)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        if previous is not None and path.exists():
-            _keep(path, previous)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    flush_folder(path.parent)
-
-
-def write_all(handle: int, data: bytes | memoryview) -> None:
-    """Write all of `data`: one call of the system may write less, as on a disk that runs full."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(handle, left) :]
-
-
-def _keep(path: Path, previous: Path) -> None:
-    """Give the file `path` the name `previous` as well, in place of the file that had it.
-
-    `path` itself stays, so that whichever of the renames survive a crash, a whole file has each name.
-    """
-    link = previous.parent / f".{previous.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        os.link(path, link)
-    except OSError:
-        # A filesystem without hard links. Until the new file is renamed, `previous` alone is there: the
-        # newest file, so that nothing is lost.
-        os.replace(path, previous)
-        return
-    try:
-        os.replace(link, previous)
-    finally:
-        # POSIX: a rename between two names of one file does nothing and leaves both. A crash between the
-        # renames of the last time made them one file.
-        link.unlink(missing_ok=True)
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:  # some network filesystems do not know it
-        pass
-    finally:
-        os.close(handle)
 
 
 def save(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .checkpoint import write_all
+from ..files import write_all
 
 _SERIAL = itertools.count()
 

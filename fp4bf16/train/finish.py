@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .checkpoint import write_atomic
+from ..files import write_atomic
 from .evaluate import by_probability, cases, unit
 from .intervals import difference_interval, paired_gain, share_interval
 from .pictures import grid

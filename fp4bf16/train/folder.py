@@ -19,6 +19,7 @@ from .._version import __version__
 from ..align.notes import Forgiving
 from ..backends.threads import blas_name, num_threads
 from ..errors import CheckpointError, ConfigError
+from ..files import flush_folder, write_all, write_atomic
 from . import checkpoint
 from .config import Config
 from .journal import Journal
@@ -118,7 +119,7 @@ class RunFolder:
                 number += 1
                 aside = self.path / f"checkpoint.damaged.{number}.safetensors"
             os.replace(self.checkpoint_file, aside)
-            checkpoint.flush_folder(self.path)
+            flush_folder(self.path)
             kept = f"; it is kept as {aside.name}"
         self.warnings.append(
             f"{self.checkpoint_file}: {wrong}{kept}. The run goes on from {self.previous_file.name}, which "
@@ -164,7 +165,7 @@ class RunFolder:
             "versions": versions(),
             "command": sys.argv[1:],
         }
-        checkpoint.write_atomic(self.config_file, (json.dumps(content, indent=2) + "\n").encode())
+        write_atomic(self.config_file, (json.dumps(content, indent=2) + "\n").encode())
 
     def read_config(self) -> dict[str, Any]:
         """What ``config.json`` holds; `ConfigError` where it is missing or no JSON."""
@@ -247,7 +248,7 @@ class RunFolder:
         self._metrics = os.open(self.metrics_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.ftruncate(self._metrics, sum(map(len, kept)))  # in place: on a full disk it must work too
         os.fsync(self._metrics)
-        checkpoint.flush_folder(self.path)
+        flush_folder(self.path)
         self.lines = len(kept)
 
     def log_to(self, names: Sequence[str], say: Callable[[str], None]) -> None:
@@ -267,7 +268,7 @@ class RunFolder:
         line = (json.dumps(values, allow_nan=True) + "\n").encode()
         size = os.fstat(self._metrics).st_size
         try:
-            checkpoint.write_all(self._metrics, line)
+            write_all(self._metrics, line)
         except OSError:
             os.ftruncate(self._metrics, size)
             raise
@@ -282,7 +283,7 @@ class RunFolder:
         """
         self._still_there()
         self.samples.mkdir(exist_ok=True)
-        checkpoint.write_atomic(self.samples / f"{name}.png", png(sheet, scale))
+        write_atomic(self.samples / f"{name}.png", png(sheet, scale))
         self._loggers.pictures(self.lines, name, sheet.repeat(scale, 0).repeat(scale, 1))
 
     def save(self, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:

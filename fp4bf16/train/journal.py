@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import flush_folder, write_all
+from ..files import flush_folder, write_all
 
 
 class Journal:

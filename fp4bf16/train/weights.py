@@ -20,6 +20,7 @@ import numpy as np
 from .. import io
 from ..align.panel import parse_weights
 from ..errors import CheckpointError, ConfigError, ShapeError
+from ..files import write_atomic
 from ..interop import FLOATS
 from . import checkpoint
 from .config import PRESETS, Config, ModelConfig, check, from_dict
@@ -226,5 +227,5 @@ def write_base(path: Path, arrays: Mapping[str, np.ndarray], config: Config, wor
         **recipe,
         "config": config.to_dict(),
     }
-    checkpoint.write_atomic(path.with_suffix(".json"), (json.dumps(whole, indent=1) + "\n").encode())
+    write_atomic(path.with_suffix(".json"), (json.dumps(whole, indent=1) + "\n").encode())
     return whole
