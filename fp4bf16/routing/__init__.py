@@ -21,7 +21,7 @@ from .decision import Decision, settle
 from .feedback import Feedback
 from .latency import H200, Rates, Stopwatch, Work, flops, measure, modelled, work
 from .loop import ClosedLoop
-from .pins import LayerInfo, free_track, layers_of
+from .pins import DEFAULT_ROUTE, LayerInfo, free_track, layers_of, unmatched
 from .router import Router
 from .routes import RouteSet, bucket_of, check_route, load_routes, save_routes
 from .sensitivity import (
@@ -36,9 +36,11 @@ from .sensitivity import (
 )
 
 __all__ = [
-    "H200", "ActivationProbe", "Allocation", "Candidate", "ClosedLoop", "Decision", "Demotion", "Feedback",
-    "GradientVariance", "LayerInfo", "Rates", "RouteSet", "Router", "Stopwatch", "Trace", "Work", "allocate",
+    "DEFAULT_ROUTE", "H200", "ActivationProbe", "Allocation", "Candidate", "ClosedLoop", "Decision",
+    "Demotion", "Feedback", "GradientVariance", "LayerInfo", "Rates", "RouteSet", "Router", "Stopwatch",
+    "Trace", "Work", "allocate",
     "bucket_of", "check_route", "curvature_omega", "fisher_omega", "flops", "free_track", "hutch_plus_plus",
     "hutchinson", "hvp", "layer_traces", "layers_of", "load_routes", "measure", "modelled",
-    "quantisation_error", "save_routes", "settle", "squared_error_scale", "squared_norms", "work",
+    "quantisation_error", "save_routes", "settle", "squared_error_scale", "squared_norms", "unmatched",
+    "work",
 ]  # fmt: skip

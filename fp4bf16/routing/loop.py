@@ -31,7 +31,7 @@ from .decision import SLOW, Decision
 from .feedback import Feedback
 from .latency import modelled
 from .observing import Observing
-from .pins import FAST, layers_of
+from .pins import FAST, layers_of, unmatched
 from .router import Router
 from .routes import RouteSet, check_route
 
@@ -116,6 +116,7 @@ class ClosedLoop(Observing):
             layers, self.route_given if self.deciding else self._plain.training, s.buckets, s.budget,
             s.hysteresis, batch=batch, start=SLOW if routes is None or not self.deciding else routes,
         )  # fmt: skip
+        self.router.unmatched = unmatched([self.route_given, *fixed.buckets, fixed.training], layers)
         if self.deciding and s.latency == "model":
             self.router.observe(0, latency=modelled(unet, shape, tracks=(SLOW, self.router.fast)))
         self.constraint = Constraint(s.limit, s.jump, s.cooldown)
@@ -123,7 +124,7 @@ class ClosedLoop(Observing):
         self.sketcher = Sketcher(_SKETCH_EVERY, seed)
         self.feedback = Feedback(s.target, s.feedback)
         self.renew()
-        self.number, self._at = 0, 0
+        self.number, self._at, self._soonest = 0, 0, 0
         self.events: list[dict[str, Any]] = []
         self.traces: dict[str, float] = {}
         self._frozen: dict[str, str] | None = None
@@ -133,10 +134,30 @@ class ClosedLoop(Observing):
         self._fallbacks = 0
 
     # ---- when ----
+    def expect(self, steps: int) -> str:
+        """The run has `steps` steps in all: a router's first decision comes after a quarter of them at the
+        latest, for before it nothing leaves BF16. Say it before the first step, and again on resume.
+
+        Returns a sentence where that is sooner than ``every``, or cannot be; else "".
+        """
+        soon, every = max(1, steps // 4), self.settings.every
+        if not self.deciding or soon >= every or steps < 1:
+            return ""
+        few = f"loop.every: is {every}, but the run has {steps} step{'s' * (steps > 1)} of training in all"
+        if steps == 1:
+            return f"{few} and none after a decision of the router; train longer, or use loop.forward=fp4"
+        self._soonest = soon
+        return (
+            f"{few}; until the router has decided, nothing leaves the track that it begins on, so its first "
+            f"decision comes after step {soon}; use loop.every={soon} to have more of them, or train longer"
+        )
+
     def sampled(self, number: int | None = None) -> bool:
-        """Whether a step looks at both tracks: the last of every ``every``; by default the present one."""
+        """Whether a step looks at both tracks: the last of every ``every``, and that of the first decision
+        where it comes sooner (`expect`); by default the present one.
+        """
         number = self._at if number is None else number
-        return (number + 1) % self.settings.every == 0
+        return (number + 1) % self.settings.every == 0 or number + 1 == self._soonest
 
     def decides(self, number: int | None = None) -> bool:
         """Whether a step ends with a decision: the last of every ``decide``, and the first sampled one."""

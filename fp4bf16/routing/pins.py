@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..nn.unet import UNet2D
 from .latency import work
 
 FAST = ("fp4", "dual")  #: tracks that leave BF16
+#: What a run is routed by where its user says nothing. Not every network has layers of all of these names.
+DEFAULT_ROUTE = {"conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"}
+_SAID = 3  # patterns that a sentence is said of: routes of another network can have hundreds
 
 
 @dataclass(frozen=True)
@@ -59,3 +63,26 @@ def free_track(pins: Mapping[str, str], name: str) -> tuple[str | None, str, str
             free = pattern == "*" and track in FAST
             return (None if free else track), fast, f"pinned by {pattern!r}"
     return None, fast, ""
+
+
+def unmatched(routes: Iterable[Mapping[str, str]], names: Iterable[str]) -> list[str]:
+    """A sentence for each pattern of the routes, in their order, that matches no layer of `names`: it would
+    do nothing. None for the patterns of `DEFAULT_ROUTE`; those after the third are counted.
+
+    >>> unmatched([{"conv_on*": "bf16", "*": "fp4"}], ["conv_in.weight", "conv_out.weight"])[0]
+    "route: 'conv_on*' (bf16) matches no layer and does nothing; near are 'conv_in.weight', 'conv_out.weight'"
+    """
+    names = list(names)
+    given = {pattern: track for route in routes for pattern, track in route.items()}
+    lost = [
+        pattern for pattern in given
+        if pattern not in DEFAULT_ROUTE and not any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    ]  # fmt: skip
+    said = []
+    for pattern in lost[:_SAID]:
+        what = f"{pattern!r} ({given[pattern]}) matches no layer and does nothing"
+        near = ", ".join(map(repr, difflib.get_close_matches(pattern, names, cutoff=0.0)))
+        said.append(f"route: {what}; near are {near}")
+    if more := len(lost) - len(said):
+        said.append(f"route: so do {more} more of its {len(given)} patterns; is it another network's?")
+    return said

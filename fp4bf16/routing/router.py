@@ -15,7 +15,7 @@ from ..averages import Average
 from ..errors import ConfigError, nearest
 from ..tracks import match_route
 from .decision import SLOW, Decision, settle
-from .pins import FAST, LayerInfo, free_track
+from .pins import FAST, LayerInfo, free_track, unmatched
 from .routes import RouteSet, check_route
 from .table import explain
 
@@ -70,6 +70,7 @@ class Router:
         self.buckets, self.budget, self.hysteresis = buckets, float(budget), float(hysteresis)
         self.batch, self.decay, self.ahead = batch, float(decay), ahead
         self._settle_pins()
+        self.unmatched = unmatched([self.pins], self.layers)  # sentences about pins that do nothing
         self._start = self._first(start)
         self.decisions: list[Decision] = []
         self._held: dict[str, tuple[int, int | None, str]] = {}
@@ -379,7 +380,8 @@ class Router:
         return RouteSet(parts, self.route(step), about)
 
     def explain(self, step: int | None = None, bucket: int | None = None) -> str:
-        """A table: of each layer the track, what it costs and saves, its share of the operations, and why.
+        """A table: of each layer the track, what it costs and saves, its share of the operations, and why;
+        and the pins that match no layer.
 
         step: by default the first that the last decision holds for.
         """

@@ -33,7 +33,8 @@ def explain(router: Router, step: int, bucket: int | None = None) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([_summary(router, step, bucket), *lines, *_about(decision, bucket)]) + "\n"
+    about = [*_about(decision, bucket), *(f"warning: {sentence}" for sentence in router.unmatched)]
+    return "\n".join([_summary(router, step, bucket), *lines, *about]) + "\n"
 
 
 def reason(router: Router, step: int, name: str, bucket: int | None = None) -> str:

@@ -248,7 +248,8 @@ def plan(config: Config, start: Any = None) -> str:
     from ..align.panel import Panel
     from ..align.rollout import choose_prompts
     from .denoiser import Denoiser
-    from .state import check_adapters
+    from .host_loop import make_loop
+    from .state import check_adapters, warnings_of
     from .task import check_reward, make_task
 
     task, panel = make_task(config), Panel.parse(config.align.reward)
@@ -260,6 +261,7 @@ def plan(config: Config, start: Any = None) -> str:
     check_adapters(config, model)
     if start is not None:
         start.check(config, model)
+    warnings = warnings_of(config, model, make_loop(config, model), start)
     b, a, e = config.base, config.align, config.eval
     trained = sum(trainer.steps for trainer in panel.trainers(task.panel_data(), _learning(config)))
     return "\n".join(
@@ -275,6 +277,7 @@ def plan(config: Config, start: Any = None) -> str:
             f"align     {a.iterations} iterations: {_iteration(config)}",
             *_loop(config),
             f"evaluate  {e.captions or 'all'} captions x {e.seeds} seeds x {e.steps} steps, base and aligned",
+            *(f"warning   {sentence}" for sentence in warnings),
         ]
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from ..errors import ConfigError, nearest
+from ..routing import DEFAULT_ROUTE
 from .rules import check
 
 
@@ -194,9 +195,7 @@ class Config:
     size: int = 16  # pixels a side
     word: str = "face"  # captions of the policy hold this word; "": all
     winner: str = "noto"
-    route: dict[str, str] = field(
-        default_factory=lambda: {"conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"}
-    )
+    route: dict[str, str] = field(default_factory=lambda: dict(DEFAULT_ROUTE))
     routes: tuple[dict[str, str], ...] = ()
     model: ModelConfig = ModelConfig()
     diffusion: DiffusionConfig = DiffusionConfig()

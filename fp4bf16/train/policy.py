@@ -18,7 +18,7 @@ from ..align.advantages import advantages
 from ..diffusion.noise import permutation, uniform
 from ..diffusion.samplers import plan
 from ..errors import ConfigError, ShapeError
-from .config import Config
+from .config import AlignConfig, Config
 from .denoiser import Denoiser
 
 #: run.seed: the seed of a purpose.
@@ -122,6 +122,23 @@ def batches(config: Config, data: Data, passes: int | None = None) -> list[slice
     if passes is None:
         passes = config.ppo.epochs if isinstance(data, TrajectoryData) else 1
     return one * passes
+
+
+def updates(config: Config) -> int:
+    """Updates of one iteration whose rollouts are all healthy.
+
+    >>> from fp4bf16.train.config import get_preset
+    >>> updates(get_preset("ci")), updates(get_preset("emoji32"))
+    (2, 8)
+    """
+    a = config.align
+    if a.objective == "dpo":
+        entries = max(1, a.prompts * a.keep // 2) * a.timesteps
+    elif a.objective == "nft":
+        entries = a.prompts * a.keep * a.timesteps
+    else:
+        entries = a.prompts * a.keep * _trained(a)
+    return -(-entries // a.batch) * (config.ppo.epochs if a.objective == "ppo" else 1)
 
 
 def filled(some: slice, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -242,6 +259,11 @@ def _share(fraction: float, steps: int) -> int:
     return max(1, math.floor(fraction * steps + 1e-9))
 
 
+def _trained(align: AlignConfig) -> int:
+    """The steps of a trajectory that PPO learns from: not the last, which draws nothing."""
+    return min(_share(align.timestep_fraction, align.steps), align.steps - 1)
+
+
 def trajectory_data(
     config: Config,
     engine: Any,
@@ -275,7 +297,7 @@ def trajectory_data(
             "ppo: the pictures that were judged are not those of the trajectories, which the ancestral "
             "sampler makes; make rollouts with engine.collect"
         )
-    trained = min(_share(c.timestep_fraction, c.steps), c.steps - 1)
+    trained = _trained(c)
     order = permutation(seed("ppo/order"), iteration, len(captions) * trained)
     return TrajectoryData(
         found.latents,

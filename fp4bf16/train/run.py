@@ -50,7 +50,10 @@ def train(
                 progress.say(
                     f"already finished: {out}" if run.stage == "finished" else f"going on with {out}: {where}"
                 )
-            elif start is not None:
+            if run.stage != "finished":
+                for warning in run.warnings:
+                    progress.say(f"warning: {warning}")
+            if resumed is None and start is not None:
                 run.begin_with(start)
             return execute(run)
     finally:

@@ -25,12 +25,13 @@ from ..align.rollout import choose_prompts
 from ..diffusion.noise import subseed
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..nn.lora import LoRA
-from ..routing import ClosedLoop
+from ..routing import ClosedLoop, unmatched
 from .checkpoint import give, take
 from .config import Config
 from .denoiser import Denoiser
 from .engine import make_engine
 from .folder import RunFolder
+from .policy import updates
 from .progress import Progress
 from .rules import check_device
 from .task import check_reward, make_task
@@ -79,6 +80,20 @@ def check_adapters(config: Config, model: Denoiser) -> None:
             raise ConfigError(f"lora.rank: is {config.lora.rank}, which does not fit ({error})") from None
 
 
+def warnings_of(
+    config: Config, model: Denoiser, loop: ClosedLoop | None, start: Start | None = None
+) -> list[str]:
+    """Sentences about settings that would do nothing without a word: patterns of the route that match no
+    layer, and a run that is too short for its router. The loop is told how long the run is.
+    """
+    names = [m.key for _, m in model.unet.named_modules() if getattr(m, "routed", False)]
+    found = unmatched((config.route, *config.routes), names)
+    if loop is not None:
+        base = 0 if start is not None else config.base.steps
+        found += [loop.expect(base + config.align.iterations * updates(config))]
+    return [sentence for sentence in found if sentence]
+
+
 class Run:
     """The state of a run, in its folder."""
 
@@ -106,6 +121,7 @@ class Run:
             start.check(config, self.model)
         self.start = start
         self.engine = make_engine(device, self.model, config)
+        self.warnings = warnings_of(config, self.model, self.loop, start)
         self.guards: Guards | None = None  # made when the base's pictures are there
         self.arrays: dict[str, np.ndarray] = {}  # pictures and scores of the evaluations
         self.results: dict[str, Any] = {}  # numbers of the evaluations, needed at the end
