@@ -14,8 +14,9 @@ Arms, each of which trains a base model and aligns it:
     without feedback     router, with a budget that nothing moves
 
 On a CPU all arms take the same number of steps. With ``--seconds`` they take the same time: how many steps
-that are is measured by a short run of each arm. Seed s fixes initial weights, order, noise levels and noise
-for all arms alike, so that arms are compared seed by seed.
+that are is measured by a calibration of each arm (ablation_clock.py). Seed s fixes initial weights, order,
+noise levels and noise for all arms alike, so that arms are compared seed by seed. The judges are trained once
+for all of them and kept in ``--out``.
 
 Reported of each: the loss of the base model (its averaged weights, on BF16, on noise that is the same for
 all arms), the kernel distance of its pictures to real ones by their pixel statistics, reward and held-out
@@ -23,22 +24,23 @@ judge after the alignment, rank fidelity of the exploration, seconds, the share 
 ratio, layers for which a step was made again ("redone"), layers held on BF16, summed over steps ("held").
 
 Goals of the closed loop (router), judged where there are two seeds or more, exit status 1 where one
-is missed: loss and kernel distance no higher than all-BF16's worst seed, 80 % of the FLOPs on FP4. Whether
-all-FP4 is worse, and whether each part earns its place, is said with its standard error.
+is missed: loss and kernel distance within the seed spread of all-BF16 or under it, 80 % of the FLOPs on FP4.
+Whether all-FP4 is worse, and whether each part earns its place, is said with its standard error.
 
 Every run is written as soon as it is done, with a chart of all (ablation_chart.py), and found again by the
-next call, which does what is missing.
+next call, which does what is missing. A line says what each part of it took. Nothing is evaluated while
+another arm trains: the pictures are drawn on the same GPU, and the other's seconds would not be its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,12 +48,15 @@ from typing import Any
 import ablation_chart
 import arms
 import numpy as np
+from ablation_child import run_arm
+from ablation_clock import BASE_PART, ITERATIONS, counts
 from ablation_verdict import CLOSED, YARDSTICK, findings, goals, say
 
-BASE_PART = 0.7  # of an arm's seconds; the alignment takes the rest
 PART = {"cpu": 256, "cuda": 2048}  # pictures that distances are taken of
+PROBED = 64  # pictures of a calibration's base
+JUDGES = "judges.safetensors"  # in --out
 LOSS_ON = 512  # pictures that the loss is measured on
-WARM = 100  # steps of a calibration that are not counted: compilation, graphs
+BOX = 4.0  # seconds of a calibration's base training once it is warm
 EVERYWHERE = {"*": "fp4"}  # to the router: it decides about every layer, and nothing is pinned
 SKIPPED = {"conv_in*": "bf16", "conv_out*": "bf16", "*embedding*": "bf16", "*": "fp4"}
 _UNWATCHED = {"loop.limit": "0", "loop.jump": "0", "loop.consistency": "0"}
@@ -86,8 +91,10 @@ def slug(name: str) -> str:
 
 
 def command(name: str, seed: int, settings: Mapping[str, str], out: Path, args: Any) -> list[str]:
-    """Arguments of ``python -m fp4bf16`` for one run; its route is written beside its folder."""
-    chosen = dict(ARMS[name]) | dict(settings)
+    """Arguments of ``python -m fp4bf16`` for one run, `settings` last; its route is written beside its
+    folder.
+    """
+    chosen = dict(ARMS[name])
     found = [
         "train",
         "--preset",
@@ -104,37 +111,13 @@ def command(name: str, seed: int, settings: Mapping[str, str], out: Path, args: 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(route))
         found += ["--route", str(path)]
-    return found + [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")] + args.more
+    own, last = ([p for k, v in of.items() for p in ("--set", f"{k}={v}")] for of in (chosen, settings))
+    return found + own + args.more + last
 
 
-def run_arm(judges: Path, arguments: Sequence[str]) -> int:
-    """In a process of its own: the trainer; the judges, alike in all arms of a seed, are trained once."""
-    from fp4bf16.__main__ import main
-    from fp4bf16.train import stages
-
-    train_judges = stages.STAGES["judges"]
-
-    def shared(run: Any) -> None:
-        if judges.exists():
-            arrays, meta = arms.checkpoint.load(judges)
-            run.panel.load_state_dict(arrays)
-            run.results["judge_accuracy"] = meta["accuracy"]
-            run.enter("evaluate_base")
-            return
-        train_judges(run)
-        accuracy = run.results.get("judge_accuracy", {})
-        arms.checkpoint.save(judges, run.panel.state_dict(), {"accuracy": accuracy})
-
-    stages.STAGES["judges"] = shared
-    try:
-        return main(list(arguments))
-    finally:
-        stages.STAGES["judges"] = train_judges
-
-
-def launch(judges: Path, arguments: Sequence[str]) -> str:
-    """Run an arm; "" or, where it did not get to its end, what it said last."""
-    script = [sys.executable, __file__, "--child", str(judges), "--", *arguments]
+def launch(judges: Path, arguments: Sequence[str], box: float = 0.0) -> str:
+    """Run an arm (`run_arm`); "" or, where it did not get to its end, what it said last."""
+    script = [sys.executable, __file__, "--child", str(judges), "--box", str(box), "--", *arguments]
     done = subprocess.run(script, cwd=arms.ROOT, stderr=subprocess.PIPE, text=True)
     if done.returncode == 0:
         return ""
@@ -150,12 +133,29 @@ def measure(name: str, seed: int, settings: Mapping[str, str], args: Any) -> dic
     out = args.out / f"{slug(name)}-{seed}"
     if args.again and out.exists():
         shutil.rmtree(out)
-    failed = launch(args.out / f"judges-{seed}.safetensors", command(name, seed, settings, out, args))
+    began = time.monotonic()
+    failed = launch(args.out / JUDGES, command(name, seed, settings, out, args))
+    trained = time.monotonic()
     if f"--out {out}" in failed:  # its folder holds another run, or the disk is full: nothing of the arm's
         raise SystemExit(f"ablation_loop: {failed}")
     if failed:
         return {"failed": failed}
-    return summed_up(arms.metrics(out)) | judged(out, args)
+    row = summed_up(arms.metrics(out)) | judged(out, args)
+    row["seconds"] |= {"start": round(trained - began - row["seconds"]["all"], 1),
+                       "judged": round(time.monotonic() - trained, 1)}  # fmt: skip
+    print(f"{name}, seed {seed}: {parts(row)}", flush=True)
+    return row
+
+
+def parts(row: Mapping[str, Any]) -> str:
+    """What each part of an arm took; "start" is that of its process and the report.
+
+    >>> parts({"seconds": {"start": 3.0, "judged": 2.25}, "stage_seconds": {"base": 28.0, "align": 12.0}})
+    '45.2 s: start 3.0, base 28.0, align 12.0, loss and distance 2.2'
+    """
+    took = {"start": row["seconds"]["start"], **row["stage_seconds"],
+            "loss and distance": row["seconds"]["judged"]}  # fmt: skip
+    return f"{sum(took.values()):.1f} s: " + ", ".join(f"{k} {v:.1f}" for k, v in took.items())
 
 
 def summed_up(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -294,36 +294,22 @@ def predictor(model: Any, device: str) -> Callable[[np.ndarray, np.ndarray, np.n
 
 
 def calibrated(name: str, args: Any) -> dict[str, str]:
-    """base.steps and align.iterations with which an arm takes ``--seconds``, from a short run of it."""
-    loop = configured(name, args).loop
-    window = max(loop.every, loop.decide, loop.curvature_every)  # every kind of step comes in its share
-    settings = {"base.steps": str(WARM + window), "align.iterations": "2"}
+    """base.steps and align.iterations with which an arm takes ``--seconds``, from a calibration of it."""
+    config, began = configured(name, args), time.monotonic()
+    # More steps than the box holds; of the base's pictures no more than a probe looks at
+    settings = {"base.steps": "1000000", "align.iterations": str(ITERATIONS), "eval.captions": str(PROBED)}
     out = args.out / f"calibration-{slug(name)}"
-    failed = launch(args.out / "judges-0.safetensors", command(name, 0, settings, out, args))
+    if out.exists():  # of a call that was interrupted: what it has is no beginning of another one
+        shutil.rmtree(out)
+    box = min(BOX, BASE_PART * args.seconds)
+    failed = launch(args.out / JUDGES, command(name, 0, settings, out, args), box)
     if failed:
-        raise SystemExit(f"ablation_loop: the short run of {name} failed: {failed}")
-    return counts(arms.metrics(out), args.seconds)
-
-
-def counts(lines: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, str]:
-    """The settings that fill `seconds`, from the stamps of a short run: what does not repeat, and so much a
-    step.
-
-    >>> lines = [{"stage": "base", "step": i, "seconds": 2 + 0.01 * i} for i in range(1, 301)]
-    >>> lines += [{"stage": "align", "step": i, "seconds": 5 + 1.5 * i} for i in (1, 2)]
-    >>> counts(lines, 40.0)
-    {'base.steps': '2600', 'align.iterations': '8'}
-    """
-    base = [line["seconds"] for line in lines if line["stage"] == "base"]
-    align = [line["seconds"] for line in lines if line["stage"] == "align"]
-    step = (base[-1] - base[WARM - 1]) / (len(base) - WARM)
-    once = base[WARM - 1] - WARM * step
-    steps = (BASE_PART * seconds - once) / max(step, 1e-6)
-    iterations = ((1 - BASE_PART) * seconds - _between(lines, "align")) / max(align[-1] - align[-2], 1e-3)
-    return {
-        "base.steps": str(max(10, math.floor(steps + 1e-6))),
-        "align.iterations": str(max(1, len(align) + math.floor(iterations + 1e-6))),
-    }
+        raise SystemExit(f"ablation_loop: the calibration of {name} failed: {failed}")
+    found = counts(arms.metrics(out), args.seconds, config)
+    took = ", ".join(f"{key}={value}" for key, value in found.items())
+    calibration = time.monotonic() - began
+    print(f"{name}: {took} in {args.seconds:g} s, by {calibration:.1f} s of calibration", flush=True)
+    return found
 
 
 def configured(name: str, args: Any) -> Any:
@@ -352,6 +338,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--again", action="store_true", help="measure anew what is already there")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--box", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help="further arguments of train, after --")
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.arms if name not in ARMS]:
@@ -405,7 +392,7 @@ def before(path: Path, settings: Mapping[str, Any], again: bool) -> dict[str, An
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     if args.child is not None:
-        return run_arm(args.child, args.more)
+        return run_arm(args.child, args.more, args.box)
     args.out = args.out or Path(tempfile.mkdtemp(prefix="fp4bf16-ablation-"))
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.arms:
