@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from bases import base_data
+from often import in_ci
 
 from fp4bf16 import tracks
 from fp4bf16.align.dpo import phase_drift
@@ -34,6 +35,8 @@ SHORT = ["model.block_out_channels=[8,16]", "base.batch=8", "diffusion.chunk=8",
          "lora.rank=2", "lora.alpha=4"]  # fmt: skip
 BOTH = pytest.mark.parametrize("parameters", PARAMETERS)
 ALL = pytest.mark.parametrize("objective", OBJECTIVES)
+BATCHES = (1, 1), (5, 2), (7, 1), (64, 1)  # with the passes over them
+PAIRS = [(o, p) for o in OBJECTIVES for p in PARAMETERS]
 
 
 def configured(objective: str, parameters: str = "full", *more: str):
@@ -90,9 +93,7 @@ def same(a: dict, b: dict) -> None:
         np.testing.assert_array_equal(array, b[name], err_msg=name)
 
 
-# ---- what an objective does
-@ALL
-@BOTH
+@in_ci("objective, parameters", PAIRS, ("dpo", "full"), ("nft", "lora"), ("ppo", "full"))
 def test_loss_of_a_batch_falls(objective, parameters):
     """The same batch again and again: the loss falls, and its reward is what the policy moves to."""
     # Without a hold, which is another aim; a beta that the loss does not run out of, a wide clip.
@@ -121,8 +122,8 @@ def test_dpo_begins_with_ln_2(parameters):
     assert first.loss == math.log(2) and first.stats["rewards/chosen"] == first.stats["kl"] == 0.0
 
 
-@BOTH
-@pytest.mark.parametrize("batch, passes", [(1, 1), (5, 2), (7, 1), (64, 1)])
+@in_ci("batch, passes, parameters", [(*b, p) for b in BATCHES for p in PARAMETERS],
+       (1, 1, "full"), (5, 2, "lora"), (7, 1, "full"), (64, 1, "lora"))  # fmt: skip
 def test_ratio_is_exactly_one_before_the_first_update(parameters, batch, passes):
     """In every batch, the last, short one as well: no update has taken place yet (their rate is 0)."""
     config = configured("ppo", parameters, f"align.batch={batch}", f"ppo.epochs={passes}",
@@ -151,7 +152,7 @@ def test_first_update_of_ppo_is_the_policy_gradient(parameters):
     assert result.norm > 0
 
 
-@BOTH
+@in_ci("parameters", PARAMETERS, "full")
 def test_hold_keeps_the_phases_together(parameters):
     """Trained on its own pictures alone PPO drifts into a grid; the weight of the presets halves that."""
     drifts = []
@@ -188,7 +189,7 @@ def test_old_policy_follows_and_draws():
     engine.parameters.data[...] = kept
 
 
-@ALL
+@in_ci("objective", OBJECTIVES, "nft")  # which has the old policy's adapters, too
 def test_adapters_leave_the_base_as_it_is(objective):
     """Base, reference and what a checkpoint calls the average are one array; the first pictures are its."""
     engine = engine_of(configured(objective, "lora"))
@@ -210,7 +211,7 @@ def test_adapters_leave_the_base_as_it_is(objective):
         assert not np.array_equal(engine.draw([3], ["angry face"], 3, track), without)
 
 
-@ALL
+@in_ci("objective", OBJECTIVES, "nft", "dpo")
 def test_reference_of_adapters_is_the_bases_output(objective, rng):
     """Bit for bit that of a network that has never had adapters, before updates and after them, with the old
     policy in between; the policy has left it.
@@ -234,7 +235,7 @@ def test_reference_of_adapters_is_the_bases_output(objective, rng):
             assert not np.array_equal(engine.model.evaluate(x, t, bags), base)
 
 
-@ALL
+@in_ci("objective", OBJECTIVES, "nft")
 def test_checkpoint_of_adapters_holds_merged_weights(objective):
     """Who reads ``policy.*`` alone draws the policy's pictures, to rounding."""
     engine = engine_of(configured(objective, "lora"))
@@ -251,8 +252,8 @@ def test_checkpoint_of_adapters_holds_merged_weights(objective):
 
 
 # ---- state
-@ALL
-@BOTH
+# dpo: test_resume.py, to the bytes
+@in_ci("objective, parameters", PAIRS, ("nft", "full"), ("nft", "lora"), ("ppo", "full"))
 def test_restored_engine_goes_on_bit_for_bit(objective, parameters):
     config = configured(objective, parameters)
     whole, parted = engine_of(config), engine_of(config)
@@ -299,8 +300,7 @@ def test_state_of_another_objective_is_refused(missing, objective, parameters):
         engine.restore(state, 0, aligning=True)
 
 
-@ALL
-@BOTH
+@in_ci("objective, parameters", PAIRS, ("dpo", "full"), ("nft", "lora"), ("ppo", "full"))
 def test_taken_back_is_as_before(objective, parameters):
     engine = engine_of(configured(objective, parameters))
     iterate(engine, 0)

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 Image = pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 
+from often import in_ci  # noqa: E402
 from test_resume import SETTINGS, command  # noqa: E402
 
 from fp4bf16 import extras  # noqa: E402
@@ -433,10 +434,11 @@ def test_progress_on_a_log_and_on_a_terminal():
     )
 
 
-def test_minimal_example(capsys):
+@in_ci("steps, rounds", [(12, 1), (60, 3)], (12, 1))
+def test_minimal_example(capsys, steps, rounds):
     """The whole idea in one file does what it says: the reward of pictures from the same noise goes up."""
     from fp4bf16.examples import minimal_dpo
 
-    before, after = minimal_dpo.main(base_steps=60, rounds=3)
+    before, after = minimal_dpo.main(base_steps=steps, rounds=rounds)
     assert after > before + 0.05
     assert "accuracy" in capsys.readouterr().out

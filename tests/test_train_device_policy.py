@@ -16,6 +16,7 @@ pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 
 from host_cuda import host_cuda  # noqa: E402, F401  (a fixture)
+from often import in_ci  # noqa: E402
 from test_train_device import gpu, near, pair_of_engines, tiny  # noqa: E402, F401  (a fixture)
 
 from fp4bf16 import device  # noqa: E402
@@ -27,7 +28,10 @@ from fp4bf16.train.denoiser import Denoiser  # noqa: E402
 from fp4bf16.train.device import CudaEngine  # noqa: E402
 from fp4bf16.train.policy import PairData, SampleData, TrajectoryData, batches, make_data  # noqa: E402
 
-ALL = pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])
+OBJECTIVES = ("dpo", "nft", "ppo")
+ALL = pytest.mark.parametrize("objective", OBJECTIVES)
+
+
 
 
 def aligning(objective: str, *more: str):
@@ -127,7 +131,7 @@ def of_the_host(host, data, some, heard, patch):
 
 
 @ALL
-@pytest.mark.parametrize("schedule", ["cosine", "ve"])
+@in_ci("schedule", ("cosine", "ve"), "cosine")  # ve: the next test
 def test_losses_and_gradients_are_the_cpus_of_the_same_outputs(gpu, objective, schedule, monkeypatch):  # noqa: F811
     """From what the device's networks said the CPU's step has the same loss, statistics and gradient, to the
     rounding of float32: every factor, every row, in full batches and in one that is filled up, at the first
@@ -196,7 +200,7 @@ def policy_graphs(engine) -> set:
 GRAPHS = {"dpo": {("dpo", 4)}, "nft": {("nft", 4)}, "ppo": {("ppo old", 4), ("ppo", 4)}}
 
 
-@ALL
+@in_ci("objective", OBJECTIVES, "dpo", "ppo")
 def test_iterations_of_any_size_have_one_graph(gpu, objective):  # noqa: F811
     """Last batches of other sizes, iterations of other sizes: no graph and no buffer more than the first had.
     A short batch begins with the numbers of a full one.
@@ -215,7 +219,7 @@ def test_iterations_of_any_size_have_one_graph(gpu, objective):  # noqa: F811
     assert len(sizes) == 4 and any(size % 4 for size in sizes)
 
 
-@ALL
+@in_ci("objective", OBJECTIVES, "dpo", "ppo")
 def test_more_than_there_was_room_for(gpu, objective):  # noqa: F811
     """Buffers and graph are made anew, and nothing of those before stays; the numbers are those of an engine
     that had the room at once.
@@ -293,7 +297,7 @@ def test_old_policy_draws_what_is_collected(gpu):  # noqa: F811
     np.testing.assert_array_equal(ours.draw(seeds, captions, 3), moved)
 
 
-@ALL
+@in_ci("objective", OBJECTIVES, "nft", "ppo")  # dpo: test_train_device.py, whole runs to the bytes
 def test_restored_policy_goes_on_bit_for_bit(gpu, objective):  # noqa: F811
     (_, whole), (_, parted), (_, again) = (aligning(objective) for _ in range(3))
     for number in range(2):
@@ -309,7 +313,7 @@ def test_restored_policy_goes_on_bit_for_bit(gpu, objective):  # noqa: F811
         np.testing.assert_array_equal(a, want[name], err_msg=name)
 
 
-@ALL
+@in_ci("objective", OBJECTIVES, "nft", "ppo")
 def test_taken_back_is_as_before(gpu, objective):  # noqa: F811
     _, ours = aligning(objective)
     taught(ours)
