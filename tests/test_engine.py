@@ -93,6 +93,7 @@ def same(a: dict, b: dict) -> None:
         np.testing.assert_array_equal(array, b[name], err_msg=name)
 
 
+# ---- what an objective does
 @in_ci("objective, parameters", PAIRS, ("dpo", "full"), ("nft", "lora"), ("ppo", "full"))
 def test_loss_of_a_batch_falls(objective, parameters):
     """The same batch again and again: the loss falls, and its reward is what the policy moves to."""

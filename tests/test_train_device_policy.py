@@ -32,8 +32,6 @@ OBJECTIVES = ("dpo", "nft", "ppo")
 ALL = pytest.mark.parametrize("objective", OBJECTIVES)
 
 
-
-
 def aligning(objective: str, *more: str):
     """(CPU, device) that begin to align from the same weights, after a step of the base training."""
     steps = "align.steps=3", "align.explore_steps=3"  # the same, as PPO asks
