@@ -44,7 +44,7 @@ def _judges(run: Any, path: Path, train: Any) -> None:
     made_of = json.loads(json.dumps(settings | {"data": run.task.identity}))
     if path.exists():
         arrays, meta = arms.checkpoint.load(path)
-        if meta["made_of"] == made_of:
+        if meta.get("made_of") == made_of:
             run.panel.load_state_dict(arrays)
             run.results["judge_accuracy"] = meta["accuracy"]
             run.enter("evaluate_base")

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 Image = pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 
+from often import in_ci  # noqa: E402
 from test_resume import SETTINGS  # noqa: E402
 
 from fp4bf16.__main__ import main  # noqa: E402
@@ -39,8 +40,8 @@ def run(out, *more: str, objective: str = "dpo"):
     return summary, [line for line in lines if line["stage"] == "align"], said.getvalue()
 
 
-@pytest.mark.parametrize("parameters", ["full", "lora"])
-@pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])
+@in_ci("objective, parameters", [(o, p) for o in ("dpo", "nft", "ppo") for p in ("full", "lora")],
+       ("dpo", "full"), ("nft", "lora"), ("ppo", "full"), ("ppo", "lora"))  # fmt: skip
 def test_every_objective_from_config_to_summary(tmp_path, objective, parameters):
     more = [f"align.parameters={parameters}", "lora.rank=2"]
     summary, lines, _ = run(tmp_path / "run", *more, objective=objective)

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 from bases import base_data
+from often import in_ci
 
 pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
@@ -236,8 +237,13 @@ def aligned(objective: str, parameters: str, *more: str):
     return base, make_data(config, engine, seed, rollout_of(engine), 0)
 
 
-@pytest.mark.parametrize("parameters, forward", [("full", "router"), ("lora", "router"), ("full", "fp4")])
-@pytest.mark.parametrize("objective", ["dpo", "nft", "ppo"])
+TRAINED = ("full", "router"), ("lora", "router"), ("full", "fp4")
+
+
+@in_ci("objective, parameters, forward",
+       [(o, *how) for o in ("dpo", "nft", "ppo") for how in TRAINED],
+       ("dpo", "full", "router"), ("nft", "lora", "router"), ("ppo", "lora", "router"),
+       ("ppo", "full", "fp4"))  # fmt: skip
 def test_policies_begin_where_the_frozen_networks_are(objective, parameters, forward):
     base, data = aligned(objective, parameters, f"loop.forward={forward}")
     engine, loop = base.engine, base.loop
