@@ -1,9 +1,8 @@
-// Group normalisation with given sums, see norm_apply.cuh: a thread block makes the statistics of its image
-// from the sums, then takes a chunk of its pixels. What it waits for, memory and the functions' pipe, other
-// warps hide: with FP4 results a thread has few registers, and its coefficients stay in shared memory.
+// Group normalisation with given sums, see norm_apply.cuh: a thread block makes the statistics of an image from
+// the sums, then takes its passes of the pixels, then goes on to the next image. What it waits for, memory and
+// the functions' pipe, other warps hide: with FP4 results a thread has few registers, and its coefficients
+// stay in shared memory.
 #include "norm_apply.cuh"
-
-#include <algorithm>
 
 #include "norm_results.cuh"
 
@@ -11,8 +10,7 @@ namespace fp4bf16 {
 namespace {
 
 constexpr int kApplyThreads = 256;
-constexpr int kBlocks = 3;       // of a multiprocessor
-constexpr int kMostPixels = 64;  // of a thread: bits of its special blocks
+constexpr int kBlocksBf16 = 3, kBlocksFp4 = 4;  // of a multiprocessor
 
 struct ApplyJob {
     fp4bf16_group_norm_args a;
@@ -20,37 +18,54 @@ struct ApplyJob {
     int group;               // channels of one
     double inverse_count;    // 1 / elements of a group
     float root;              // see static_outer
-    int64_t x_step, y_step;  // from a thread's pixel to its next, in 8 elements
+    // From a thread's pixel to its next: bytes of x, of y and of expanded codes, blocks of results.
+    int64_t x_step, y_step, expanded_step;
+    uint32_t block_step;
 };
 
-// What a thread block keeps in shared memory.
-struct Shared {
-    float2* sums;          // (c,)
-    float2* coefficients;  // (c,), see `place`: gamma, beta; then what x is multiplied with and what is added
-    float2* stats;         // (groups,): mean, rstd
-    Outer* outer;
-    int* centred;  // whether any mean is subtracted before the product
-    float* mean;   // (c,), see `place`, in the sums' place: what is subtracted
+// What a thread keeps in shared memory, where its loops and calls cost it no register.
+struct Own {
+    unsigned pass, next;  // of all images': the segment's first pass, the next segment's
+    uint64_t special;     // bits of its special blocks, each the pixels behind it
+};
 
-    __device__ Shared(const ApplyJob& job, void* memory)
-        : sums(static_cast<float2*>(memory)),
-          coefficients(sums + job.a.c),
-          stats(coefficients + job.a.c),
-          outer(reinterpret_cast<Outer*>(stats + job.a.groups)),
-          centred(reinterpret_cast<int*>(outer + 1)),
+// What a thread block keeps there.
+struct Shared {
+    unsigned* range;       // (2,): its passes of all images', from and to
+    unsigned* centred;     // whether any mean is subtracted before the product
+    Own* own;              // (threads,)
+    Outer* outer;          // these three with FP4 results alone
+    Window* window;
+    Pair* pairs;           // (128,): kPairs
+    float2* coefficients;  // (c,), see `place`: what x is multiplied with and what is added
+    float2* sums;          // (c,)
+    float2* stats;         // (groups,): mean, rstd
+    float* mean;           // (c,), see `place`, in the sums' place: what is subtracted
+
+    __device__ Shared(const ApplyJob& job, void* memory, bool fp4)
+        : range(static_cast<unsigned*>(memory)),
+          centred(range + 2),
+          own(reinterpret_cast<Own*>(range + 4)),
+          outer(reinterpret_cast<Outer*>(own + kApplyThreads)),
+          window(reinterpret_cast<Window*>(own + kApplyThreads + 1)),
+          pairs(reinterpret_cast<Pair*>(own + kApplyThreads + 2)),
+          coefficients(reinterpret_cast<float2*>(fp4 ? pairs + 128 : pairs - 2)),
+          sums(coefficients + job.a.c + 2 * job.plan.vectors),
+          stats(sums + job.a.c),
           mean(reinterpret_cast<float*>(sums)) {}
 };
+static_assert(sizeof(Outer) <= 16 && sizeof(Window) <= 16 && sizeof(Pair) == 16 && sizeof(Own) == 16,
+              "Shared's places");
 
-int64_t shared_bytes(const fp4bf16_group_norm_args& a) {
-    return 8 * (2 * a.c + a.groups) + static_cast<int64_t>(sizeof(Outer) + sizeof(int));
+int64_t shared_bytes(const fp4bf16_group_norm_args& a, int64_t vectors, bool fp4) {
+    return 16 * (1 + kApplyThreads + (fp4 ? 2 + 128 : 0)) + 8 * (2 * a.c + 2 * vectors + a.groups);
 }
 
-// Where a channel's coefficients are: the first pairs of all threads' kWidth channels, then the second ones.
-// So threads side by side read 16 bytes side by side, and no bank of shared memory is asked twice.
+// Where a channel's coefficients are: a thread's kWidth side by side, and a gap of two. So threads that read 16
+// bytes each ask no bank of shared memory twice.
 template <int kWidth>
-__device__ inline int place(unsigned channel, int vectors) {
-    return 2 * (static_cast<int>(channel % kWidth / 2) * vectors + static_cast<int>(channel / kWidth)) +
-           static_cast<int>(channel % 2);
+__device__ inline unsigned place(unsigned channel) {
+    return channel + channel / kWidth * 2;
 }
 
 // Of x, which is read once: both halves of a sector are asked for side by side, so that the L1 cache may
@@ -97,41 +112,54 @@ __device__ inline double team_sum(double v) {
 }
 
 // Of all groups of an image, to global memory where that is wanted (write), and what they and gamma and beta
-// make of its channels.
+// make of its channels: a team takes a group.
 template <bool kSilu, int kWidth>
 __device__ inline void image_statistics(const ApplyJob& job, int64_t image, bool write, const Shared& s) {
-    const int lane = threadIdx.x % kTeam, team = threadIdx.x / kTeam, teams = blockDim.x / kTeam;
-    const auto c = static_cast<int>(job.a.c), groups = static_cast<int>(job.a.groups);
-    for (int i = threadIdx.x; i < c; i += blockDim.x) {
-        s.coefficients[place<kWidth>(i, job.plan.vectors)] = make_float2(job.a.gamma[i], job.a.beta[i]);
-        s.sums[i] = channel_sums(job.a, image, i);
-    }
-    if (threadIdx.x == 0) *s.centred = 0;
+    const int lane = threadIdx.x % kTeam, team = threadIdx.x / kTeam, teams = job.plan.threads / kTeam;
+    const auto c = static_cast<int>(job.a.c), groups = static_cast<int>(job.a.groups), group = job.group;
+    __syncthreads();  // the image before is done with
+#pragma unroll 1
+    for (int i = threadIdx.x; i < c; i += job.plan.threads) s.sums[i] = channel_sums(job.a, image, i);
+    // As in norm_forward.cu: with SiLU times -log2(e), the mean in what is added unless it is far from zero.
+    constexpr float kFactor = kSilu ? -kLog2E : 1.0f;
+    const auto is_far = [](const float2& m) { return !(fabsf(m.x * m.y) <= 64.0f); };
+    const int first = team < groups && lane < group ? team * group + lane : 0;
+    const float2 own = make_float2(job.a.gamma[first], job.a.beta[first]);  // asked for before the wait
     __syncthreads();
+    bool far = false;
+#pragma unroll 1
     for (int g = team; g < groups; g += teams) {
         double sum = 0.0, square = 0.0;
-        for (int i = lane; i < job.group; i += kTeam) {
-            const float2 v = s.sums[g * job.group + i];
+#pragma unroll 1
+        for (int i = lane; i < group; i += kTeam) {
+            const float2 v = s.sums[g * group + i];
             sum += v.x, square += v.y;
         }
         const float2 m = statistics(team_sum(sum), team_sum(square), job.inverse_count, job.a.eps);
+        far = far || is_far(m);
+        const float subtracted = is_far(m) ? m.x : 0.0f;
+#pragma unroll 1
+        for (int i = lane; i < group; i += kTeam) {
+            const int channel = g * group + i;
+            const float2 affine =
+                channel == first ? own : make_float2(job.a.gamma[channel], job.a.beta[channel]);
+            const float scale = affine.x * (kFactor * m.y);
+            s.coefficients[place<kWidth>(channel)] =
+                make_float2(scale, __fmaf_rn(subtracted - m.x, scale, kFactor * affine.y));
+        }
         if (lane != 0) continue;
         s.stats[g] = m;
-        if (!(fabsf(m.x * m.y) <= 64.0f)) *s.centred = 1;
         if (!write) continue;
         if (job.a.mean != nullptr) job.a.mean[image * groups + g] = m.x;
         if (job.a.rstd != nullptr) job.a.rstd[image * groups + g] = m.y;
     }
-    __syncthreads();
-    // As in norm_forward.cu: with SiLU times -log2(e), the mean in what is added unless it is far from zero.
-    constexpr float kFactor = kSilu ? -kLog2E : 1.0f;
-    for (int i = threadIdx.x; i < c; i += blockDim.x) {
-        const float2 m = s.stats[static_cast<unsigned>(i) / static_cast<unsigned>(job.group)];
-        const int at = place<kWidth>(i, job.plan.vectors);
-        const float2 affine = s.coefficients[at];
-        const float subtracted = fabsf(m.x * m.y) <= 64.0f ? 0.0f : m.x, scale = affine.x * (kFactor * m.y);
-        s.coefficients[at] = make_float2(scale, __fmaf_rn(subtracted - m.x, scale, kFactor * affine.y));
-        s.mean[at] = subtracted;
+    far = __syncthreads_or(far);
+    *s.centred = far;  // by each thread
+    if (!far) return;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < c; i += job.plan.threads) {
+        const float2 m = s.stats[static_cast<unsigned>(i) / static_cast<unsigned>(group)];
+        s.mean[place<kWidth>(i)] = is_far(m) ? m.x : 0.0f;
     }
     __syncthreads();
 }
@@ -142,10 +170,10 @@ template <int kWidth>
 struct Held {
     float4 pair[kWidth / 2];
 
-    __device__ Held(const Shared& s, int vectors, int vector) {
-        const auto* from = reinterpret_cast<const float4*>(s.coefficients) + vector;
+    __device__ Held(const Shared& s, int vector) {
+        const auto* from = reinterpret_cast<const float4*>(s.coefficients + place<kWidth>(kWidth * vector));
 #pragma unroll
-        for (int i = 0; i < kWidth / 2; ++i) pair[i] = from[i * vectors];
+        for (int i = 0; i < kWidth / 2; ++i) pair[i] = from[i];
     }
 
     // Of channels 2 i and 2 i + 1, two BF16 numbers.
@@ -156,14 +184,13 @@ struct Held {
     }
 };
 
-template <bool kCentred>
+template <int kWidth, bool kCentred>
 struct Kept {
-    uint32_t affine, mean, step;  // shared addresses; bytes from a pair's coefficients to the next pair's
+    uint32_t affine, mean;  // shared addresses
 
-    __device__ Kept(const Shared& s, int vectors, int vector)
-        : affine(ptx::shared_address(s.coefficients + 2 * vector)),
-          mean(ptx::shared_address(s.mean + 2 * vector)),
-          step(16 * vectors) {}
+    __device__ Kept(const Shared& s, int vector)
+        : affine(ptx::shared_address(s.coefficients + place<kWidth>(kWidth * vector))),
+          mean(ptx::shared_address(s.mean + place<kWidth>(kWidth * vector))) {}
 
     template <bool kSilu>
     __device__ uint32_t make(int i, uint32_t x) const {
@@ -171,45 +198,48 @@ struct Kept {
         float2 m{};
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                     : "r"(affine + i * step));
+                     : "r"(affine + 16 * i));
         if (kCentred)
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                          : "=f"(m.x), "=f"(m.y)
-                         : "r"(mean + i * (step / 2)));
+                         : "r"(mean + 8 * i));
         return pack_bf16(result<kSilu, kCentred>(low_float(x), m.x, v.x, v.y),
                          result<kSilu, kCentred>(high_float(x), m.y, v.z, v.w));
     }
 };
 
-// ---- a thread's place
+// ---- a thread's place in a segment
 struct Place {
     int64_t image, pixel;  // pixel: the first
     int count, vector;     // count: pixels; 0: the thread has nothing to do
-    bool first;            // the image's first chunk
 
-    __device__ explicit Place(const ApplyJob& job) {
+    __device__ Place(const ApplyJob& job, const Segment& g) {
         const ApplyPlan& p = job.plan;
-        const unsigned i = blockIdx.x / static_cast<unsigned>(p.chunks), chunk = blockIdx.x - i * p.chunks;
         const int row = static_cast<int>(threadIdx.x / static_cast<unsigned>(p.vectors));
         vector = static_cast<int>(threadIdx.x) - row * p.vectors;
-        image = i, first = chunk == 0;
-        const int64_t start = chunk * p.chunk;
-        const auto pixels = static_cast<int>(min(p.chunk, job.a.pixels - start));
-        pixel = start + row;
-        count =
-            row < min(p.rows, pixels)
-                ? static_cast<int>(static_cast<unsigned>(pixels - row - 1) / static_cast<unsigned>(p.rows)) +
-                      1
-                : 0;
+        image = g.image, pixel = int64_t{g.pass} * p.rows + row;
+        const int64_t last = pixel + int64_t{g.count - 1} * p.rows;  // of an image's last pass not all may be
+        count = row < p.rows ? static_cast<int>(g.count) - (last >= job.a.pixels) : 0;
     }
 };
 
-// The first x of a thread with kWidth channels.
+template <typename T>
+__device__ inline T* later(T* from, int64_t bytes) {
+    return reinterpret_cast<T*>(reinterpret_cast<intptr_t>(from) + bytes);
+}
+
+// The first x of a thread with kWidth channels, and its first y.
 template <int kWidth>
 __device__ inline const uint4* first_x(const ApplyJob& job, const Place& t) {
     return reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) +
                                           t.image * job.a.x_image + t.pixel * job.a.x_pixel +
                                           kWidth * t.vector);
+}
+
+template <int kWidth>
+__device__ inline uint4* first_y(const ApplyJob& job, const Place& t) {
+    return reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(job.a.y) + t.image * job.a.y_image +
+                                    t.pixel * job.a.y_pixel + kWidth * t.vector);
 }
 
 // The x of a thread's pixels, kHalves chunks of 8 channels each, kAhead pixels before they are needed. With
@@ -219,7 +249,7 @@ struct Stream {
     uint4 held[kAhead][kHalves];
     const uint4* from;
     int64_t step;
-    int left;  // pixels not asked for yet
+    int left;  // pixels not asked for yet; below 0: pixels asked for that there are not
 
     __device__ Stream(const ApplyJob& job, const Place& t)
         : from(first_x<8 * kHalves>(job, t)), step(job.x_step), left(t.count) {
@@ -232,43 +262,65 @@ struct Stream {
 #pragma unroll
             for (int h = 0; h < kHalves; ++h) held[j][h] = load_vector(from + h);
         }
-        --left, from += step;
+        --left, from = later(from, step);
     }
+
+    // Whether all of them are taken; behind the one that is next.
+    __device__ bool done() const { return left <= -kAhead; }
+    __device__ int behind() const { return left + kAhead - 1; }
 };
 
 // ---- BF16 results alone
 template <bool kSilu, int kAhead, typename Coefficients>
 __device__ inline void stream_bf16(const ApplyJob& job, const Place& t, Stream<kAhead, 1>& x,
                                    const Coefficients& coefficients) {
-    const int64_t stride = 8 * job.y_step;
-    auto* to = static_cast<__nv_bfloat16*>(job.a.y) + t.image * job.a.y_image + t.pixel * job.a.y_pixel +
-               8 * t.vector;
+    uint4* to = first_y<8>(job, t);
 #pragma unroll 1
-    for (int i = 0; i < t.count; i += kAhead) {
+    while (true) {
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j, to += stride) {
-            if (i + j >= t.count) return;
+        for (int j = 0; j < kAhead; ++j, to = later(to, job.y_step)) {
+            if (x.done()) return;
             const uint4 v = x.held[j][0];
             x.ask(j);
-            *reinterpret_cast<uint4*>(to) = make_uint4(
+            *to = make_uint4(
                 coefficients.template make<kSilu>(0, v.x), coefficients.template make<kSilu>(1, v.y),
                 coefficients.template make<kSilu>(2, v.z), coefficients.template make<kSilu>(3, v.w));
         }
     }
 }
 
+// Calls `take` with a thread's place in each segment of the thread block's, behind the statistics of its image,
+// and with what `ask`, called before these, gave.
+template <bool kSilu, int kWidth, typename Ask, typename Take>
+__device__ inline void each_segment(const ApplyJob& job, const Shared& s, const Ask& ask, const Take& take) {
+    // The range is written by each thread, so that none waits for it.
+    s.range[0] = first_pass(job.plan, blockIdx.x), s.range[1] = first_pass(job.plan, blockIdx.x + 1);
+    Own& own = s.own[threadIdx.x];
+    own.special = 0;
+    for (own.pass = s.range[0]; own.pass < s.range[1]; own.pass = own.next) {
+        const Segment g = segment_at(job.plan, own.pass, s.range[1]);
+        own.next = own.pass + g.count;
+        const Place t(job, g);
+        auto x = ask(t);
+        const bool begins = g.pass == 0;
+        if (begins || own.pass == s.range[0]) image_statistics<kSilu, kWidth>(job, t.image, begins, s);
+        take(t, x);
+    }
+}
+
 template <bool kSilu>
-__global__ void __launch_bounds__(kApplyThreads, kBlocks) bf16_kernel(const __grid_constant__ ApplyJob job) {
+__global__ void __launch_bounds__(kApplyThreads, kBlocksBf16) bf16_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
     wait_for_previous();
-    const Shared s(job, memory);
-    const Place t(job);
-    Stream<4, 1> x(job, t);
-    image_statistics<kSilu, 8>(job, t.image, t.first, s);
-    if (*s.centred == 0)
-        stream_bf16<kSilu>(job, t, x, Held<8>(s, job.plan.vectors, t.vector));
-    else
-        stream_bf16<kSilu>(job, t, x, Kept<true>(s, job.plan.vectors, t.vector));
+    const Shared s(job, memory, false);
+    each_segment<kSilu, 8>(
+        job, s, [&](const Place& t) { return Stream<4, 1>(job, t); },
+        [&](const Place& t, Stream<4, 1>& x) {
+            if (*s.centred != 0)
+                stream_bf16<kSilu>(job, t, x, Kept<8, true>(s, t.vector));
+            else
+                stream_bf16<kSilu>(job, t, x, Held<8>(s, t.vector));
+        });
 }
 
 // ---- FP4 results, and BF16 ones beside them
@@ -280,86 +332,83 @@ __device__ inline void block_results(const uint4& low, const uint4& high, const 
     for (int j = 0; j < 8; ++j) w[j] = coefficients.template make<kSilu>(j, w[j]);
 }
 
-// Of thread t, the first of its blocks of results and its first y.
+// Of thread t, the first of its blocks of results.
 __device__ inline uint32_t first_block(const ApplyJob& job, const Place& t) {
     return static_cast<uint32_t>((t.image * job.a.pixels + t.pixel) * job.plan.vectors + t.vector);
 }
 
-__device__ inline uint4* first_y(const ApplyJob& job, const Place& t) {
-    return reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(job.a.y) + t.image * job.a.y_image +
-                                    t.pixel * job.a.y_pixel + 16 * t.vector);
-}
-
-// A thread's pixel k, which the fast quantiser does not take, once more: from y where it is there, since y
-// may lie where x was. On its own, so that the loop before it has the registers.
+// One of a thread's special blocks once more: from y where it is there, since y may lie where x was. On its
+// own, so that the loop before it has the registers.
 template <bool kSilu>
-__device__ __noinline__ void special_pixel(const ApplyJob& job, void* memory, int k) {
-    const Shared s(job, memory);
-    const Place t(job);
+__device__ __noinline__ void special_pixel(const ApplyJob& job, void* memory) {
+    const Shared s(job, memory, true);
+    Own& own = s.own[threadIdx.x];
+    const Place t(job, segment_at(job.plan, own.pass, own.next));
+    const uint64_t special = own.special;
+    own.special = special & (special - 1);
+    const int k = t.count - __ffsll(static_cast<long long>(special));  // the lowest bit's
     uint32_t w[8];
     if (job.a.y != nullptr) {
-        const uint4* const y = first_y(job, t) + k * job.y_step;
+        const uint4* const y = later(first_y<16>(job, t), k * job.y_step);
         unpack_block(y[0], y[1], w);
     } else {
-        const uint4* const x = first_x<16>(job, t) + k * job.x_step;
-        block_results<kSilu>(x[0], x[1], Kept<true>(s, job.plan.vectors, t.vector), w);
+        const uint4* const x = later(first_x<16>(job, t), k * job.x_step);
+        block_results<kSilu>(x[0], x[1], Kept<16, true>(s, t.vector), w);
     }
-    const auto stride = static_cast<uint32_t>(job.plan.rows * job.plan.vectors);
-    special_block16(w, *s.outer, FourBit(job.a, 0), first_block(job, t) + k * stride);
+    special_block16(w, *s.outer, FourBit(job.a, 0), first_block(job, t) + k * job.block_step);
 }
 
-// kExpanded: the expanded codes are all that is wanted. Returns bits of the special blocks. The next pixel is
-// asked for before this one's codes are searched. (Written as one loop, for kAhead = 1, this spills.)
-template <bool kSilu, bool kExpanded, int kAhead, typename Coefficients>
-__device__ inline uint64_t stream_fp4(const ApplyJob& job, const Place& t, const Outer& o,
-                                      Stream<kAhead, 2>& x, const Coefficients& coefficients) {
-    const Window window(o);
-    const FourBit to(job.a, 0);
-    const auto stride = static_cast<uint32_t>(job.plan.rows * job.plan.vectors);
-    uint4* y = kExpanded || job.a.y == nullptr ? nullptr : first_y(job, t);
-    uint32_t at = first_block(job, t);
-    uint64_t special = 0;
+// kExpanded: the expanded codes are all that is wanted. The next pixel is asked for before this one's codes are
+// searched. Special blocks are noted in shared memory, which costs the others nothing.
+template <bool kSilu, bool kExpanded, typename Coefficients>
+__device__ inline void stream_fp4(const ApplyJob& job, const Place& t, const Shared& s, Stream<1, 2>& x,
+                                  const Coefficients& coefficients) {
+    const Window window = *s.window;
+    FourBit to(job.a, kExpanded ? first_block(job, t) : 0);
+    uint4* y = kExpanded || job.a.y == nullptr ? nullptr : first_y<16>(job, t);
+    uint32_t at = kExpanded ? 0 : first_block(job, t);
 #pragma unroll 1
-    for (int i = 0; i < t.count; i += kAhead) {
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j, at += stride) {
-            if (i + j >= t.count) break;
-            uint32_t w[8];
-            block_results<kSilu>(x.held[j][0], x.held[j][1], coefficients, w);
-            x.ask(j);
-            if (!kExpanded && y != nullptr) {
-                y[0] = make_uint4(w[0], w[1], w[2], w[3]), y[1] = make_uint4(w[4], w[5], w[6], w[7]);
-                y += job.y_step;
-            }
-            if (!quantize_block16<kExpanded>(w, o, window, to, at)) special |= uint64_t{1} << (i + j);
+    while (!x.done()) {
+        uint32_t w[8];
+        const int behind = x.behind();
+        block_results<kSilu>(x.held[0][0], x.held[0][1], coefficients, w);
+        x.ask(0);
+        if (!kExpanded && y != nullptr) {
+            y[0] = make_uint4(w[0], w[1], w[2], w[3]), y[1] = make_uint4(w[4], w[5], w[6], w[7]);
+            y = later(y, job.y_step);
         }
+        quantize_block16<kExpanded>(w, *s.outer, window, s.pairs, to, at,
+                                    [&] { s.own[threadIdx.x].special |= uint64_t{1} << behind; });
+        if (kExpanded)
+            to.expanded += job.expanded_step;
+        else
+            at += job.block_step;
     }
-    return special;
 }
 
 template <bool kSilu, bool kExpanded>
-__global__ void __launch_bounds__(kApplyThreads, kBlocks) fp4_kernel(const __grid_constant__ ApplyJob job) {
+__global__ void __launch_bounds__(kApplyThreads, kBlocksFp4) fp4_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
     wait_for_previous();
-    const Shared s(job, memory);
-    const Place t(job);
-    Stream<1, 2> x(job, t);
-    if (threadIdx.x >= blockDim.x - 32) {
+    const Shared s(job, memory, true);
+    const int threads = job.plan.threads;
+    for (int i = threadIdx.x; i < 128; i += threads) s.pairs[i] = kPairs.entry[i];
+    if (static_cast<int>(threadIdx.x) >= threads - 32) {
         const Outer o = static_outer(job.a, job.root);
-        if (threadIdx.x == blockDim.x - 1) {
-            *s.outer = o;
+        if (static_cast<int>(threadIdx.x) == threads - 1) {
+            *s.outer = o, *s.window = Window(o);
             if (blockIdx.x == 0) *job.a.outer_scale = o.decode;
         }
     }
-    image_statistics<kSilu, 16>(job, t.image, t.first, s);
-    const int vectors = job.plan.vectors;
-    uint64_t special;
-    if (*s.centred == 0)
-        special = stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Kept<false>(s, vectors, t.vector));
-    else
-        special = stream_fp4<kSilu, kExpanded>(job, t, *s.outer, x, Kept<true>(s, vectors, t.vector));
-    for (; special != 0; special &= special - 1)
-        special_pixel<kSilu>(job, memory, __ffsll(static_cast<long long>(special)) - 1);
+    each_segment<kSilu, 16>(
+        job, s, [&](const Place& t) { return Stream<1, 2>(job, t); },
+        [&](const Place& t, Stream<1, 2>& x) {
+            if (*s.centred != 0)
+                stream_fp4<kSilu, kExpanded>(job, t, s, x, Kept<16, true>(s, t.vector));
+            else
+                stream_fp4<kSilu, kExpanded>(job, t, s, x, Kept<16, false>(s, t.vector));
+            while (s.own[threadIdx.x].special != 0) special_pixel<kSilu>(job, memory);
+        });
 }
 
 // ---- any shape: statistics to memory, a warp a group
@@ -391,31 +440,10 @@ bool takes(const void* pointer, int64_t image, int64_t pixel) {
     return pointer == nullptr || (aligned(pointer, 16) && image % 8 == 0 && pixel % 8 == 0);
 }
 
-// Chunks of an image for the least time: multiprocessors hold `slots` thread blocks at once, and each costs,
-// before its pixels, about as much as two pixels of its threads.
-int64_t chunks_for(int64_t n, int64_t passes, int64_t slots) {
-    constexpr int64_t kStart = 2, kMost = 64;
-    int64_t best = 1, least = ceil_div(n, slots) * (kStart + passes);
-    for (int64_t chunks = 2; chunks <= std::min(passes, kMost); ++chunks) {
-        const int64_t time = ceil_div(n * chunks, slots) * (kStart + ceil_div(passes, chunks));
-        if (time < least) least = time, best = chunks;
-    }
-    return best;
-}
-
-void cut(const fp4bf16_group_norm_args& a, int multiprocessors, ApplyPlan* plan) {
-    const int64_t passes = ceil_div(a.pixels, plan->rows);
-    int64_t chunks = chunks_for(a.n, passes, int64_t{multiprocessors} * kBlocks);
-    if (a.n > 0x7FFFFFFF / chunks) chunks = 1;
-    chunks = std::max(chunks, ceil_div(passes, kMostPixels));
-    plan->chunk = ceil_div(passes, chunks) * plan->rows;
-    plan->chunks = static_cast<int>(ceil_div(a.pixels, plan->chunk));
-}
-
 template <auto kKernel>
 fp4bf16_status start(const ApplyJob& job, cudaStream_t stream) {
-    const auto blocks = static_cast<unsigned>(job.a.n * job.plan.chunks);
-    launch_kernel(kKernel, blocks, job.plan.threads, static_cast<size_t>(shared_bytes(job.a)), stream, job);
+    const int64_t shared = shared_bytes(job.a, job.plan.vectors, gives_fp4(job.a));
+    launch_kernel(kKernel, job.plan.blocks, job.plan.threads, static_cast<size_t>(shared), stream, job);
     return cuda_result(cudaGetLastError(), "group_norm");
 }
 
@@ -432,16 +460,16 @@ bool apply_plan(const fp4bf16_group_norm_args& a, ApplyPlan* plan) {
     constexpr int64_t kMostShared = 48 << 10;
     const bool fp4 = gives_fp4(a);
     const int64_t width = fp4 ? 16 : 8, vectors = a.c / width;
-    if (a.c % width != 0 || vectors > kApplyThreads || shared_bytes(a) > kMostShared) return false;
+    if (a.c % width != 0 || vectors > kApplyThreads || shared_bytes(a, vectors, fp4) > kMostShared) return false;
     if (!takes(a.x, a.x_image, a.x_pixel) || !takes(a.y, a.y_image, a.y_pixel)) return false;
     if ((a.expanded != nullptr && !aligned(a.expanded, 16)) ||
         (a.packed != nullptr && !aligned(a.packed, 8)) || (!fp4 && a.y == nullptr))
         return false;
     const int64_t rows = std::min<int64_t>(kApplyThreads / vectors, a.pixels);
-    if (a.n > 0x7FFFFFFF / ceil_div(a.pixels, rows * kMostPixels)) return false;
     if (a.n > 0xFFFFFFFF / (a.pixels * vectors)) return false;
     *plan = {static_cast<int>(vectors), static_cast<int>(rows),
-             static_cast<int>(32 * ceil_div(rows * vectors, 32)), 1, a.pixels};
+             static_cast<int>(32 * ceil_div(rows * vectors, 32)),
+             static_cast<unsigned>(ceil_div(a.pixels, rows))};
     return true;
 }
 
@@ -450,14 +478,16 @@ fp4bf16_status norm_apply(const fp4bf16_group_norm_args& a, ApplyPlan plan, cuda
     FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "group_norm"));
     FP4BF16_TRY(cuda_result(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
                             "group_norm"));
-    cut(a, multiprocessors, &plan);
+    share_out(a.n, int64_t{multiprocessors} * (gives_fp4(a) ? kBlocksFp4 : kBlocksBf16), &plan);
     ApplyJob job{a,
                  plan,
                  static_cast<int>(a.c / a.groups),
                  0.0,
                  0.0f,
-                 plan.rows * a.x_pixel / 8,
-                 plan.rows * a.y_pixel / 8};
+                 2 * plan.rows * a.x_pixel,
+                 2 * plan.rows * a.y_pixel,
+                 int64_t{16} * plan.rows * plan.vectors,
+                 static_cast<uint32_t>(plan.rows * plan.vectors)};
     const int64_t count = a.pixels * job.group;
     job.inverse_count = 1.0 / static_cast<double>(count), job.root = root_up(count);
     return a.activation == FP4BF16_SILU ? start_any<true>(job, stream) : start_any<false>(job, stream);

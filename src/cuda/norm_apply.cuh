@@ -2,19 +2,56 @@
 // thread blocks that need no other's.
 #pragma once
 
+#include <algorithm>
+
 #include "norm.cuh"
 
 namespace fp4bf16 {
 
-// How an image is cut. A thread takes the same 16 channels (BF16 results alone: 8) of every `rows`-th pixel.
+constexpr unsigned kMostPasses = 64;  // of a segment: bits of a thread's special blocks
+
+// A thread takes the same 16 channels (BF16 results alone: 8) of every `rows`-th pixel of an image, one each
+// pass. All images' passes, one image after the other, are shared out evenly to thread blocks that all run at
+// once. Where there is a thread block or more an image, none has passes of two.
 struct ApplyPlan {
-    int vectors, rows, threads;  // vectors: of a pixel
-    int chunks;                  // thread blocks of an image
-    int64_t chunk;               // pixels of one
+    int vectors, rows, threads;    // vectors: of a pixel
+    unsigned passes;               // of an image
+    unsigned blocks, each, extra;  // passes of all images: blocks * each + extra, extra < blocks
 };
 
+// What a thread block does between two looks at its place: passes of one image.
+struct Segment {
+    unsigned image, pass, count;  // pass: the first, of the image's
+};
+
+// First of thread block b's passes, of all images': b / blocks of all of them. b = blocks: their number.
+FP4BF16_HD unsigned first_pass(const ApplyPlan& p, unsigned b) { return b * p.each + b * p.extra / p.blocks; }
+
+// From `pass` of all images' on, before `end`.
+FP4BF16_HD Segment segment_at(const ApplyPlan& p, unsigned pass, unsigned end) {
+    const unsigned image = pass / p.passes, own = pass - image * p.passes;
+    unsigned count = end - pass;
+    if (count > p.passes - own) count = p.passes - own;
+    return {image, own, count < kMostPasses ? count : kMostPasses};
+}
+
+// Thread blocks, of `slots` that run at once, for the least time of the slowest. Each image that one begins
+// costs, for its statistics, about as much as two passes.
+inline void share_out(int64_t n, int64_t slots, ApplyPlan* plan) {
+    constexpr int64_t kStart = 2, kMostBlocks = 0xFFFF;
+    const int64_t passes = plan->passes, total = n * passes;
+    const auto time = [&](int64_t blocks) {
+        const int64_t most = ceil_div(total, blocks);
+        return most + kStart * (blocks % n == 0 ? 1 : 1 + ceil_div(most - 1, passes));
+    };
+    int64_t blocks = std::min({slots, total, kMostBlocks});
+    if (n < blocks && time(blocks / n * n) <= time(blocks)) blocks = blocks / n * n;
+    plan->blocks = static_cast<unsigned>(blocks);
+    plan->each = static_cast<unsigned>(total / blocks), plan->extra = static_cast<unsigned>(total % blocks);
+}
+
 // norm_apply.cu. Fails (false) where the stream of this file does not take the shape or the addresses.
-// The plan's chunks are for norm_apply to choose.
+// How the plan shares out the passes is for norm_apply to choose.
 bool apply_plan(const fp4bf16_group_norm_args& a, ApplyPlan* plan);
 fp4bf16_status norm_apply(const fp4bf16_group_norm_args& a, ApplyPlan plan, cudaStream_t stream);
 // Any shape: statistics from the sums to memory, then norm_simple.cu's results.

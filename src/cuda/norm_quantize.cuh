@@ -89,21 +89,23 @@ __device__ inline uint32_t e4m3_of(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Block `at` behind the first; false: it is special, and nothing is written. kExpanded: the expanded codes
-// are all that is wanted.
-template <bool kExpanded>
-__device__ inline bool quantize_block16(const uint32_t (&w)[8], const Outer& o, const Window& window,
-                                        const FourBit& to, uint32_t at) {
+// Block `at` behind the first. `mark` is called where it is special: what is written then is of no use. So the
+// usual path has one branch. kExpanded: the expanded codes are all that is wanted. pairs: kPairs, or a copy.
+template <bool kExpanded, typename Mark>
+__device__ inline void quantize_block16(const uint32_t (&w)[8], const Outer& o, const Window& window,
+                                        const Pair* pairs, const FourBit& to, uint32_t at, const Mark& mark) {
     uint32_t y[8], top = w[0] & kMagnitudes;
 #pragma unroll
     for (int i = 1; i < 8; ++i) top = max2(top, w[i] & kMagnitudes);
     top = max2(top, bytes(top, 0, 0x1032));  // in both halves
     const uint32_t exponent = top >> 23;
-    Pair p = kPairs.entry[top & 0x7F];
+    Pair p = pairs[top >> 16 & 0x7F];
     uint32_t scales = p.bytes * 128 + (exponent * 0x04000400u + window.octaves);  // E4M3's bits as FP16's
     if (top - window.least > window.span) {
-        if (is_special16(top >> 16) || bits_float(top) * o.encode > 6.0f * 64.0f) return false;
-        pair_at_edge(top >> 16, o, &p, &scales);
+        if (is_special16(top >> 16) || bits_float(top) * o.encode > 6.0f * 64.0f)
+            mark();
+        else
+            pair_at_edge(top >> 16, o, &p, &scales);
     }
     const uint32_t shift = 0x08810880u - exponent * 0x00800080u;  // shift_of(17, exponent)
 #pragma unroll
@@ -132,7 +134,15 @@ __device__ inline bool quantize_block16(const uint32_t (&w)[8], const Outer& o, 
     if (kExpanded || to.expanded != nullptr)
         reinterpret_cast<uint4*>(to.expanded)[at] =
             make_uint4(e4m3_of(y[0], y[1]), e4m3_of(y[2], y[3]), e4m3_of(y[4], y[5]), e4m3_of(y[6], y[7]));
-    return true;
+}
+
+// The same; false: it is special.
+template <bool kExpanded>
+__device__ inline bool quantize_block16(const uint32_t (&w)[8], const Outer& o, const Window& window,
+                                        const FourBit& to, uint32_t at) {
+    bool usual = true;
+    quantize_block16<kExpanded>(w, o, window, kPairs.entry, to, at, [&] { usual = false; });
+    return usual;
 }
 
 // Any block, the simple way. Byte by byte: results may lie anywhere.
