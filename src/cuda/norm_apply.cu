@@ -1,7 +1,7 @@
-// Group normalisation with given sums, see norm_apply.cuh: a thread block makes the statistics of an image from
-// the sums, then takes its passes of the pixels, then goes on to the next image. What it waits for, memory and
-// the functions' pipe, other warps hide: with FP4 results a thread has few registers, and its coefficients
-// stay in shared memory.
+// Group normalisation with given sums, see norm_apply.cuh: a thread block makes the statistics of an image
+// from the sums, then takes its passes of the pixels, then goes on to the next image. What it waits for,
+// memory and the functions' pipe, other warps hide: with FP4 results a thread has few registers, and its
+// coefficients stay in shared memory.
 #include "norm_apply.cuh"
 
 #include "norm_results.cuh"
@@ -9,7 +9,6 @@
 namespace fp4bf16 {
 namespace {
 
-constexpr int kApplyThreads = 256;
 constexpr int kBlocksBf16 = 3, kBlocksFp4 = 4;  // of a multiprocessor
 
 struct ApplyJob {
@@ -40,7 +39,7 @@ struct Shared {
     float2* coefficients;  // (c,), see `place`: what x is multiplied with and what is added
     float2* sums;          // (c,)
     float2* stats;         // (groups,): mean, rstd
-    float* mean;           // (c,), see `place`, in the sums' place: what is subtracted
+    float* mean;           // (c,), see `place`, in the sums' place, if centred: what is subtracted
 
     __device__ Shared(const ApplyJob& job, void* memory, bool fp4)
         : range(static_cast<unsigned*>(memory)),
@@ -61,8 +60,8 @@ int64_t shared_bytes(const fp4bf16_group_norm_args& a, int64_t vectors, bool fp4
     return 16 * (1 + kApplyThreads + (fp4 ? 2 + 128 : 0)) + 8 * (2 * a.c + 2 * vectors + a.groups);
 }
 
-// Where a channel's coefficients are: a thread's kWidth side by side, and a gap of two. So threads that read 16
-// bytes each ask no bank of shared memory twice.
+// Where a channel's coefficients are: a thread's kWidth side by side, and a gap of two. So threads that read
+// 16 bytes each ask no bank of shared memory twice.
 template <int kWidth>
 __device__ inline unsigned place(unsigned channel) {
     return channel + channel / kWidth * 2;
@@ -208,21 +207,7 @@ struct Kept {
     }
 };
 
-// ---- a thread's place in a segment
-struct Place {
-    int64_t image, pixel;  // pixel: the first
-    int count, vector;     // count: pixels; 0: the thread has nothing to do
-
-    __device__ Place(const ApplyJob& job, const Segment& g) {
-        const ApplyPlan& p = job.plan;
-        const int row = static_cast<int>(threadIdx.x / static_cast<unsigned>(p.vectors));
-        vector = static_cast<int>(threadIdx.x) - row * p.vectors;
-        image = g.image, pixel = int64_t{g.pass} * p.rows + row;
-        const int64_t last = pixel + int64_t{g.count - 1} * p.rows;  // of an image's last pass not all may be
-        count = row < p.rows ? static_cast<int>(g.count) - (last >= job.a.pixels) : 0;
-    }
-};
-
+// ---- a thread's elements
 template <typename T>
 __device__ inline T* later(T* from, int64_t bytes) {
     return reinterpret_cast<T*>(reinterpret_cast<intptr_t>(from) + bytes);
@@ -230,14 +215,14 @@ __device__ inline T* later(T* from, int64_t bytes) {
 
 // The first x of a thread with kWidth channels, and its first y.
 template <int kWidth>
-__device__ inline const uint4* first_x(const ApplyJob& job, const Place& t) {
+__device__ inline const uint4* first_x(const ApplyJob& job, const ApplyPlace& t) {
     return reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(job.a.x) +
                                           t.image * job.a.x_image + t.pixel * job.a.x_pixel +
                                           kWidth * t.vector);
 }
 
 template <int kWidth>
-__device__ inline uint4* first_y(const ApplyJob& job, const Place& t) {
+__device__ inline uint4* first_y(const ApplyJob& job, const ApplyPlace& t) {
     return reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(job.a.y) + t.image * job.a.y_image +
                                     t.pixel * job.a.y_pixel + kWidth * t.vector);
 }
@@ -251,7 +236,7 @@ struct Stream {
     int64_t step;
     int left;  // pixels not asked for yet; below 0: pixels asked for that there are not
 
-    __device__ Stream(const ApplyJob& job, const Place& t)
+    __device__ Stream(const ApplyJob& job, const ApplyPlace& t)
         : from(first_x<8 * kHalves>(job, t)), step(job.x_step), left(t.count) {
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) ask(j);
@@ -272,7 +257,7 @@ struct Stream {
 
 // ---- BF16 results alone
 template <bool kSilu, int kAhead, typename Coefficients>
-__device__ inline void stream_bf16(const ApplyJob& job, const Place& t, Stream<kAhead, 1>& x,
+__device__ inline void stream_bf16(const ApplyJob& job, const ApplyPlace& t, Stream<kAhead, 1>& x,
                                    const Coefficients& coefficients) {
     uint4* to = first_y<8>(job, t);
 #pragma unroll 1
@@ -289,8 +274,8 @@ __device__ inline void stream_bf16(const ApplyJob& job, const Place& t, Stream<k
     }
 }
 
-// Calls `take` with a thread's place in each segment of the thread block's, behind the statistics of its image,
-// and with what `ask`, called before these, gave.
+// Calls `take` with a thread's place in each segment of the thread block's, behind the statistics of its
+// image, and with what `ask`, called before these, gave.
 template <bool kSilu, int kWidth, typename Ask, typename Take>
 __device__ inline void each_segment(const ApplyJob& job, const Shared& s, const Ask& ask, const Take& take) {
     // The range is written by each thread, so that none waits for it.
@@ -300,7 +285,7 @@ __device__ inline void each_segment(const ApplyJob& job, const Shared& s, const 
     for (own.pass = s.range[0]; own.pass < s.range[1]; own.pass = own.next) {
         const Segment g = segment_at(job.plan, own.pass, s.range[1]);
         own.next = own.pass + g.count;
-        const Place t(job, g);
+        const ApplyPlace t(job.plan, job.a.pixels, g, threadIdx.x);
         auto x = ask(t);
         const bool begins = g.pass == 0;
         if (begins || own.pass == s.range[0]) image_statistics<kSilu, kWidth>(job, t.image, begins, s);
@@ -309,13 +294,14 @@ __device__ inline void each_segment(const ApplyJob& job, const Shared& s, const 
 }
 
 template <bool kSilu>
-__global__ void __launch_bounds__(kApplyThreads, kBlocksBf16) bf16_kernel(const __grid_constant__ ApplyJob job) {
+__global__ void __launch_bounds__(kApplyThreads, kBlocksBf16)
+    bf16_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
     wait_for_previous();
     const Shared s(job, memory, false);
     each_segment<kSilu, 8>(
-        job, s, [&](const Place& t) { return Stream<4, 1>(job, t); },
-        [&](const Place& t, Stream<4, 1>& x) {
+        job, s, [&](const ApplyPlace& t) { return Stream<4, 1>(job, t); },
+        [&](const ApplyPlace& t, Stream<4, 1>& x) {
             if (*s.centred != 0)
                 stream_bf16<kSilu>(job, t, x, Kept<8, true>(s, t.vector));
             else
@@ -333,7 +319,7 @@ __device__ inline void block_results(const uint4& low, const uint4& high, const 
 }
 
 // Of thread t, the first of its blocks of results.
-__device__ inline uint32_t first_block(const ApplyJob& job, const Place& t) {
+__device__ inline uint32_t first_block(const ApplyJob& job, const ApplyPlace& t) {
     return static_cast<uint32_t>((t.image * job.a.pixels + t.pixel) * job.plan.vectors + t.vector);
 }
 
@@ -343,7 +329,7 @@ template <bool kSilu>
 __device__ __noinline__ void special_pixel(const ApplyJob& job, void* memory) {
     const Shared s(job, memory, true);
     Own& own = s.own[threadIdx.x];
-    const Place t(job, segment_at(job.plan, own.pass, own.next));
+    const ApplyPlace t(job.plan, job.a.pixels, segment_at(job.plan, own.pass, own.next), threadIdx.x);
     const uint64_t special = own.special;
     own.special = special & (special - 1);
     const int k = t.count - __ffsll(static_cast<long long>(special));  // the lowest bit's
@@ -353,15 +339,18 @@ __device__ __noinline__ void special_pixel(const ApplyJob& job, void* memory) {
         unpack_block(y[0], y[1], w);
     } else {
         const uint4* const x = later(first_x<16>(job, t), k * job.x_step);
-        block_results<kSilu>(x[0], x[1], Kept<16, true>(s, t.vector), w);
+        if (*s.centred != 0)
+            block_results<kSilu>(x[0], x[1], Kept<16, true>(s, t.vector), w);
+        else
+            block_results<kSilu>(x[0], x[1], Kept<16, false>(s, t.vector), w);
     }
     special_block16(w, *s.outer, FourBit(job.a, 0), first_block(job, t) + k * job.block_step);
 }
 
-// kExpanded: the expanded codes are all that is wanted. The next pixel is asked for before this one's codes are
-// searched. Special blocks are noted in shared memory, which costs the others nothing.
+// kExpanded: the expanded codes are all that is wanted. The next pixel is asked for before this one's codes
+// are searched. Special blocks are noted in shared memory, which costs the others nothing.
 template <bool kSilu, bool kExpanded, typename Coefficients>
-__device__ inline void stream_fp4(const ApplyJob& job, const Place& t, const Shared& s, Stream<1, 2>& x,
+__device__ inline void stream_fp4(const ApplyJob& job, const ApplyPlace& t, const Shared& s, Stream<1, 2>& x,
                                   const Coefficients& coefficients) {
     const Window window = *s.window;
     FourBit to(job.a, kExpanded ? first_block(job, t) : 0);
@@ -387,7 +376,8 @@ __device__ inline void stream_fp4(const ApplyJob& job, const Place& t, const Sha
 }
 
 template <bool kSilu, bool kExpanded>
-__global__ void __launch_bounds__(kApplyThreads, kBlocksFp4) fp4_kernel(const __grid_constant__ ApplyJob job) {
+__global__ void __launch_bounds__(kApplyThreads, kBlocksFp4)
+    fp4_kernel(const __grid_constant__ ApplyJob job) {
     extern __shared__ uint4 memory[];
     wait_for_previous();
     const Shared s(job, memory, true);
@@ -401,8 +391,8 @@ __global__ void __launch_bounds__(kApplyThreads, kBlocksFp4) fp4_kernel(const __
         }
     }
     each_segment<kSilu, 16>(
-        job, s, [&](const Place& t) { return Stream<1, 2>(job, t); },
-        [&](const Place& t, Stream<1, 2>& x) {
+        job, s, [&](const ApplyPlace& t) { return Stream<1, 2>(job, t); },
+        [&](const ApplyPlace& t, Stream<1, 2>& x) {
             if (*s.centred != 0)
                 stream_fp4<kSilu, kExpanded>(job, t, s, x, Kept<16, true>(s, t.vector));
             else
@@ -460,16 +450,14 @@ bool apply_plan(const fp4bf16_group_norm_args& a, ApplyPlan* plan) {
     constexpr int64_t kMostShared = 48 << 10;
     const bool fp4 = gives_fp4(a);
     const int64_t width = fp4 ? 16 : 8, vectors = a.c / width;
-    if (a.c % width != 0 || vectors > kApplyThreads || shared_bytes(a, vectors, fp4) > kMostShared) return false;
+    if (a.c % width != 0 || vectors > kApplyThreads || shared_bytes(a, vectors, fp4) > kMostShared)
+        return false;
     if (!takes(a.x, a.x_image, a.x_pixel) || !takes(a.y, a.y_image, a.y_pixel)) return false;
     if ((a.expanded != nullptr && !aligned(a.expanded, 16)) ||
         (a.packed != nullptr && !aligned(a.packed, 8)) || (!fp4 && a.y == nullptr))
         return false;
-    const int64_t rows = std::min<int64_t>(kApplyThreads / vectors, a.pixels);
     if (a.n > 0xFFFFFFFF / (a.pixels * vectors)) return false;
-    *plan = {static_cast<int>(vectors), static_cast<int>(rows),
-             static_cast<int>(32 * ceil_div(rows * vectors, 32)),
-             static_cast<unsigned>(ceil_div(a.pixels, rows))};
+    *plan = passes_of(a.pixels, vectors);
     return true;
 }
 

@@ -8,11 +8,12 @@
 
 namespace fp4bf16 {
 
+constexpr int kApplyThreads = 256;    // of a thread block, at most
 constexpr unsigned kMostPasses = 64;  // of a segment: bits of a thread's special blocks
 
 // A thread takes the same 16 channels (BF16 results alone: 8) of every `rows`-th pixel of an image, one each
 // pass. All images' passes, one image after the other, are shared out evenly to thread blocks that all run at
-// once. Where there is a thread block or more an image, none has passes of two.
+// once. Where these are a multiple of the images, none has passes of two.
 struct ApplyPlan {
     int vectors, rows, threads;    // vectors: of a pixel
     unsigned passes;               // of an image
@@ -33,6 +34,28 @@ FP4BF16_HD Segment segment_at(const ApplyPlan& p, unsigned pass, unsigned end) {
     unsigned count = end - pass;
     if (count > p.passes - own) count = p.passes - own;
     return {image, own, count < kMostPasses ? count : kMostPasses};
+}
+
+// What a thread takes of a segment: `count` pixels of an image, every `rows`-th from `pixel` on, 0: none.
+struct ApplyPlace {
+    int64_t image, pixel;
+    int count, vector;
+
+    __host__ __device__ ApplyPlace(const ApplyPlan& p, int64_t pixels, const Segment& g, unsigned thread) {
+        const int row = static_cast<int>(thread / static_cast<unsigned>(p.vectors));
+        vector = static_cast<int>(thread) - row * p.vectors;
+        image = g.image, pixel = int64_t{g.pass} * p.rows + row;
+        const int64_t last = pixel + int64_t{g.count - 1} * p.rows;  // only it may be missing
+        count = row < p.rows ? static_cast<int>(g.count) - (last >= pixels) : 0;
+    }
+};
+
+// vectors: at most kApplyThreads.
+inline ApplyPlan passes_of(int64_t pixels, int64_t vectors) {
+    const int64_t rows = std::min(kApplyThreads / vectors, pixels);
+    return {static_cast<int>(vectors), static_cast<int>(rows),
+            static_cast<int>(32 * ceil_div(rows * vectors, 32)),
+            static_cast<unsigned>(ceil_div(pixels, rows)), 0, 0, 0};
 }
 
 // Thread blocks, of `slots` that run at once, for the least time of the slowest. Each image that one begins

@@ -89,8 +89,9 @@ __device__ inline uint32_t e4m3_of(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Block `at` behind the first. `mark` is called where it is special: what is written then is of no use. So the
-// usual path has one branch. kExpanded: the expanded codes are all that is wanted. pairs: kPairs, or a copy.
+// Block `at` behind the first. `mark` is called where it is special: what is written then is of no use. So
+// the usual path has one branch. kExpanded: the expanded codes are all that is wanted. pairs: kPairs, or a
+// copy.
 template <bool kExpanded, typename Mark>
 __device__ inline void quantize_block16(const uint32_t (&w)[8], const Outer& o, const Window& window,
                                         const Pair* pairs, const FourBit& to, uint32_t at, const Mark& mark) {
