@@ -51,8 +51,8 @@ __device__ inline bool is_special16(uint32_t top) { return top - (32u << 7) >= 0
 
 // What the search needs of the outer scale: from `least` to `least + span`, BF16 bits of a block's largest
 // magnitude in both halves, both candidates of the table are block scales. octaves: FP16 bits, in both
-// halves, of a scale that the table and the largest's exponent have no part in. shift: of to_half, without the
-// largest's exponent, always the same: where it comes from memory a block costs an instruction less.
+// halves, of a scale that the table and the largest's exponent have no part in. shift: of to_half, without
+// the largest's exponent, always the same: where it comes from memory a block costs an instruction less.
 struct Window {
     uint32_t least, span, octaves, shift;
 
