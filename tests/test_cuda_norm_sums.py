@@ -32,13 +32,15 @@ LAYERS = [
     (9, 16, 32, (256,), (1,)),
 ]  # fmt: skip
 #: Ragged pixels, one pixel, one image, groups of one channel and of all, parts that no power of two divides,
-#: sources of odd channels, c that only the kernels for any shape take, more images than a grid's first wave.
+#: sources of odd channels, c that only the kernels for any shape take, more images than thread blocks at
+#: once, and such of which one takes parts of several.
 ODD = [
     (2, 1023, 16, (64,), (3,)), (1, 513, 8, (16, 48), (5, 7)), (3, 1, 16, (64,), (1,)),
     (2, 49, 5, (40,), (4,)), (2, 30, 48, (48,), (2,)), (3, 100, 1, (96,), (6,)),
     (2, 33, 32, (300, 20), (2, 3)), (2, 33, 4, (20,), (2,)), (1, 37, 1, (1024,), (8,)),
     (1, 3, 1, (2048,), (1,)), (1, 3, 4096, (4096,), (1,)), (700, 5, 4, (32,), (2,)),
     (1, 5000, 8, (16, 16), (8, 1)), (1, 1, 1, (1,), (1,)), (2, 9, 4, (143, 1), (2, 2)),
+    (530, 300, 4, (32,), (2,)),
 ]  # fmt: skip
 
 
