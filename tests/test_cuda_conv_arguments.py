@@ -183,3 +183,33 @@ def test_names_of_configurations(library):
         assert names[-1] == ""
         assert len(set(names)) == len(names) > 1
         assert name(0) in names
+
+
+#: Pictures, side, inputs, outputs, kernel, phases, sums: the fastest measured (bench/NOTES.md), FP4 with
+#: fast sums on one H200. The last took 37.0 us, 128x128 in turn 35.3, but that loses everywhere else.
+MEASURED = [
+    (1024, 16, 256, 768, 1, False, False, "256x128"),
+    (1024, 32, 128, 128, 3, False, False, "256x128"),
+    (1024, 32, 128, 128, 3, False, True, "256x128"),
+    (1024, 16, 256, 256, 3, False, False, "128x256"),
+    (1024, 16, 256, 256, 3, False, True, "128x256"),
+    (1024, 8, 256, 256, 3, False, False, "128x256"),
+    (1024, 4, 256, 256, 2, True, False, "256x128"),
+]
+
+
+@pytest.mark.parametrize("n, side, c, o, kernel, phases, sums, best", MEASURED)
+def test_the_configuration_is_the_one_that_was_fastest(library, n, side, c, o, kernel, phases, sums, best):
+    out = 2 * side if phases else side
+    top = int(kernel > 1)
+    fields = dict(
+        n=n, h=side, w=side, oh=out, ow=out, o=o, kh=kernel, kw=kernel, top=top, left=top, c8=c, c16=0, x16=0,
+        w16=0, x8_strides=[side * side * c, side * c, c], w8_stride=kernel**2 * c * (4 if phases else 1),
+        d_strides=[out * out * o, out * o, o], d_dtype=1, accumulate=1, phases=int(phases),
+        sums=64 if sums else 0,
+    )  # fmt: skip
+    args = conv_args(library, "conv2d", **FORWARD | fields)
+    name = library._text(library.lib.fp4bf16_conv2d_config(args, 0))
+    if name == "simple":
+        pytest.skip("the GPU is no Hopper")
+    assert name.startswith(f"fast {best}") and "in turn" not in name

@@ -86,26 +86,37 @@ bool fits(const ConvConfig& c, const Problem& p) {
     return c.n_major == p.n_major && c.promoted == p.promoted;
 }
 
+// Whether what was measured of FP8 sums kept by the tensor cores (bench/NOTES.md) is known of the
+// configuration.
+bool measured(const ConvConfig& c, const Problem& p) { return p.fp4.taps > 0 && !c.promoted; }
+
 // Clocks of a k-tile. The tensor cores take 4096 products of FP8 (half as many of BF16) a clock, shared
 // memory moves 128 bytes: a wgmma reads its 64 rows of A and all of B, and each stage is written once. A
-// promoted sum that a warpgroup cannot add while the other's products run costs a sixth more. Measured:
-// warpgroups in turn reach the rate of 128x256 on E4M3; with sums, which they make beside the other's
-// products, a fifth less.
+// promoted sum that a warpgroup cannot add while the other's products run costs a sixth more. Measured on
+// E4M3: what is moved costs warpgroups in turn and tiles of 256 rows a fiftieth only.
 double k_tile_clocks(const ConvConfig& c, const Problem& p) {
     const double m = c.tile_m, n = c.tile_n, products = m * n / 32;
     const double moved = (m * 128 + m / 64 * n * 128 + (m + n) * 128) / 128;
-    if (c.in_turn && p.fp4.taps > 0) return products * (p.sums ? 1.22 : 1.02);
+    if (measured(c, p) && (c.in_turn || c.tile_m == 256)) return products * 1.02;
     return std::max({products, moved, c.promoted && c.tile_m == 256 ? products * 7 / 6 : 0});
 }
 
-// Waves of tiles, each its k-tiles and an epilogue of about two k-tiles of 128x256, of which warpgroups in
-// turn leave little uncovered but at the beginning and the end.
+// Clocks of a tile's epilogue, about two k-tiles of 128x256. Measured on E4M3: half as much again with sums,
+// twice as much on tiles of 256 rows; warpgroups in turn gain nothing by lying under each other's products.
+double epilogue_clocks(const ConvConfig& c, const Problem& p) {
+    const double plain = c.tile_m * c.tile_n / 16;
+    if (!measured(c, p)) return plain;
+    if (c.in_turn) return plain * (p.sums ? 1.75 : 1.5);
+    return plain * (c.tile_m == 256 ? (p.sums ? 1.62 : 0.83) : (p.sums ? 1.5 : 1.0));
+}
+
+// Waves of tiles, each its k-tiles and an epilogue, of which on BF16 warpgroups in turn leave little
+// uncovered but at the beginning and the end.
 double cost(const ConvConfig& c, const Problem& p, int multiprocessors) {
     const int64_t tiles = ceil_div(box_for(p, c.tile_m).tiles(), c.cluster_m) * column_tiles(c, p) * p.phases;
     const auto waves = static_cast<double>(ceil_div(tiles, multiprocessors / (c.cluster_m * c.cluster_n)));
-    const double epilogue = c.tile_m * c.tile_n / 16;
     return waves * k_tile_clocks(c, p) * static_cast<double>(p.k_tiles()) +
-           (c.in_turn ? 12 + waves / 8 : waves) * epilogue;
+           (c.in_turn && !measured(c, p) ? 12 + waves / 8 : waves) * epilogue_clocks(c, p);
 }
 
 int choose(const Problem& p, int multiprocessors) {
