@@ -11,7 +11,7 @@ import pytest
 from host_cuda import Arrays, host_cuda, put  # noqa: F401  (host_cuda is a fixture)
 from unet_cases import FP4, Case, distance, joined
 
-from fp4bf16 import dequantize, nn, quantize
+from fp4bf16 import dequantize, device, nn, quantize
 from fp4bf16.backends import cuda_math
 from fp4bf16.consistency import Consistency
 from fp4bf16.nn.cuda import watch
@@ -224,6 +224,62 @@ def test_scales_follow_input_and_weight(rng):
     assert scales_of(case, scales)["conv_in.weight"][1] == 1024 * before["conv_in.weight"][1]
     case.x *= 4
     assert scales_of(case, scales)["conv_in.weight"][0] == 4 * before["conv_in.weight"][0]
+
+
+# ---- products by phases ------------------------------------------------------------------------------------
+class Again(watch.RunWatcher):
+    """Makes the product of the upsampling again, on both tracks; keeps its results and its gradient."""
+
+    def __init__(self):
+        self.d, self.again, self.shapes, self.g = None, {}, {}, None
+
+    def product(self, run, layer, feed, scale, d, finish):
+        if "upsamplers" not in layer.name:
+            return
+        self.d = self.numbers(run, d)
+        for track in ("fp4", "bf16"):
+            with run.aside():
+                other, of = feed.other(run, track)
+                y = watch.alone(run, layer if of is None else of, other, track, d)
+            self.again[track] = self.numbers(run, y)
+            self.shapes[track] = other.x.shape
+
+    @staticmethod
+    def numbers(run, x):
+        return np.array(device.to_host(watch.converted(run, x, x.shape[3], "float32")))
+
+    def gradient(self, run, layer, g):
+        if "upsamplers" in layer.name:
+            self.g = g.shape
+        return g
+
+
+@pytest.mark.parametrize("phases", [True, False])
+def test_a_watched_upsampling_multiplies_what_an_unwatched_one_does(phases, rng):
+    """The same bits on its own track, and on the other one those of a network on that track for the same
+    input; of the small pictures by phases.
+    """
+    found = {}
+    state = rng.bit_generator.state
+    for track in ("fp4", "bf16"):
+        rng.bit_generator.state = state
+        case = Case("tiny", rng, put, {"*upsamplers*": track, "*": "bf16"})
+        for model in (case.host, case.device):
+            model.upsample_by_phases(phases)
+        plain, plain_gradients = case.on_device()
+        watcher = found[track] = Again()
+        with watch.watching(watcher):
+            y, gradients = case.on_device()
+        np.testing.assert_array_equal(y, plain)
+        for n, g in gradients.items():
+            np.testing.assert_array_equal(g, plain_gradients[n], err_msg=n)
+        np.testing.assert_array_equal(watcher.again[track], watcher.d)
+        side = 4 if phases else 8
+        assert watcher.shapes[track][1:3] == (side, side) and watcher.g[1:3] == (8, 8)
+    one, two = found.values()  # all before the upsampling runs on BF16: its input is the same
+    for track, watcher in found.items():
+        for other in (one, two):
+            np.testing.assert_array_equal(other.again[track], watcher.d)
 
 
 # ---- the clock ---------------------------------------------------------------------------------------------

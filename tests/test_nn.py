@@ -447,7 +447,8 @@ def test_bad_input(call, error, message):
         call()
 
 
-DOCUMENTED = ["tape", "xp", "module", "layers", "unet", "loader", "ops_math", "ops_shape", "ops_network"]
+DOCUMENTED = ["tape", "xp", "module", "layers", "unet", "loader", "ops_math", "ops_shape", "ops_network",
+              "ops_upsample"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

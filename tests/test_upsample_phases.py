@@ -13,7 +13,7 @@ from unet_cases import FP4, Case, joined, relative
 import fp4bf16 as fb
 from fp4bf16 import nn
 from fp4bf16.backends import cuda_math
-from fp4bf16.errors import ShapeError
+from fp4bf16.errors import NonFiniteError, ShapeError
 from fp4bf16.nn import fused
 from fp4bf16.nn import ops as F
 from fp4bf16.nn.cuda.phases import PhaseLayer
@@ -30,12 +30,6 @@ def operands(rng, n=2, h=3, w=5, c=16, o=24, dtype=np.float32):
 
 def distance(y, want):
     return np.linalg.norm(y - want) / np.linalg.norm(want)
-
-
-def both_by_phases(case, on=True):
-    for model in (case.host, case.device):
-        model.upsample_by_phases(on)
-    return case
 
 
 def gradient(g, kernels, shape):
@@ -118,24 +112,52 @@ def test_gradients(track, rng):
 
 
 # ---- the layer
-def test_the_layer_takes_phases_where_it_can(rng):
+def plainly(layer, x, track="bf16"):
+    """The convolution of the upsampled pictures."""
+    twin = layer.conv.weight.dual() if track == "dual" else None
+    return F.conv2d(F.upsample_nearest(x), layer.conv.weight, layer.conv.bias, 1, 1, None, track, twin).data
+
+
+@pytest.mark.parametrize("track", ["bf16", "fp4", "reference"])
+def test_the_layer_takes_phases_where_it_can(track, rng):
     layer = nn.Upsample2D(16, seed=0)
-    x = rng.standard_normal((2, 4, 4, 16)).astype(np.float32)
-    plain = layer(x).data
-    assert not layer.by_phases("bf16")  # off until somebody asks for it: the same bits as ever
-    np.testing.assert_array_equal(plain, layer.conv(F.upsample_nearest(x)).data)
-    layer.phases = True
-    phased = layer(x).data
-    np.testing.assert_array_equal(
-        phased, F.upsample_conv(x, layer.conv.weight, layer.conv.bias, "bf16").data
-    )
-    assert 0 < distance(phased, plain) < 0.01
-    assert not layer.by_phases("dual")
+    conv, x = layer.conv, rng.standard_normal((2, 4, 4, 16)).astype(np.float32)
+    with fb.tracks(track):
+        phased = layer(x).data
+        np.testing.assert_array_equal(phased, F.upsample_conv(x, conv.weight, conv.bias, track).data)
+        conv.phases = False
+        plain = layer(x).data
+    conv.phases = True
+    if track != "fp4":  # whose twin is made with the same search, but at another place
+        np.testing.assert_array_equal(plain, plainly(layer, x, track))
+    assert distance(phased, plain) < {"bf16": 0.01, "fp4": 0.2, "reference": 1e-6}[track]
+    assert track == "reference" or distance(phased, plain) > 0
+    assert not conv.by_phases("dual")
     with fb.tracks("dual"):
-        np.testing.assert_array_equal(layer(x).data, layer.conv(F.upsample_nearest(x)).data)
+        assert not conv.by_phases("bf16")
+        np.testing.assert_array_equal(layer(x).data, plainly(layer, x, "dual"))
     narrow = nn.Upsample2D(24, seed=0)  # no whole blocks
-    narrow.phases = True
-    assert not narrow.by_phases("fp4")
+    assert not narrow.conv.by_phases("fp4")
+    x = x[..., :1].repeat(24, 3)
+    np.testing.assert_array_equal(narrow(x).data, plainly(narrow, x))
+
+
+def test_what_is_made_of_a_weight_is_made_anew_when_it_changes(rng):
+    layer = nn.Upsample2D(16, seed=0)
+    weight, x = layer.conv.weight, rng.standard_normal((1, 2, 2, 16)).astype(np.float32)
+    made = weight.phases()
+    assert weight.phases() is made and made.twin() is made.twin()
+    np.testing.assert_array_equal(made.data, fused.phase_weights(weight.data).reshape(64, 2, 2, 16))
+    layer.conv.track = "fp4"
+    before = layer(x).data
+    weight.assign(2 * weight.data)
+    assert weight.phases() is not made
+    np.testing.assert_allclose(layer(x).data - layer.conv.bias.data, 2 * (before - layer.conv.bias.data),
+                               rtol=1e-5, atol=1e-5)  # fmt: skip
+    weight.data[0, 0, 0, 0] = np.inf
+    weight.touch()
+    with pytest.raises(NonFiniteError):
+        layer(x)
 
 
 def test_a_network_by_phases_is_near(rng):
@@ -224,7 +246,7 @@ def test_phases_of_other_kernels_are_refused(_emulated, rng):
 @pytest.mark.parametrize("name", ["tiny", "variants"])
 def test_the_network_is_the_cpus(_emulated, name, rng):
     """Prediction and gradients, where the numbers that are rounded are other ones on both sides."""
-    case = both_by_phases(Case(name, rng, put))
+    case = Case(name, rng, put)
     exact, exact_gradients = case.on_host("reference")
     theirs, their_gradients = case.on_host()
     ours, gradients = case.on_device()
@@ -233,7 +255,8 @@ def test_the_network_is_the_cpus(_emulated, name, rng):
     assert relative(joined(gradients), want) < 2.5 * relative(joined(their_gradients), want)
     n = next(n for n in gradients if "upsamplers" in n and n.endswith("weight"))
     assert relative(gradients[n], exact_gradients[n]) < 4 * relative(their_gradients[n], exact_gradients[n])
-    both_by_phases(case, False)  # a choice of each call
+    for model in (case.host, case.device):
+        model.upsample_by_phases(False)  # a choice of each call
     plain, _ = case.on_device()
     assert not np.array_equal(plain, ours)
     assert relative(plain, exact) < 2.5 * relative(theirs, exact)
@@ -245,7 +268,7 @@ def test_what_an_fp4_layer_does(_emulated, rng):
     """
     squares = np.zeros((2, 3))  # prediction, gradients: effect, rounding, distance of effects
     for _ in range(4):
-        case = both_by_phases(Case("tiny", rng, put, {"up_blocks.0.upsamplers*": "fp4"}, "upsamplers"))
+        case = Case("tiny", rng, put, {"up_blocks.0.upsamplers*": "fp4"}, "upsamplers")
         (y0, g0), (y1, g1) = case.on_host("bf16"), case.on_host()
         (z0, h0), (z1, h1) = case.on_device("bf16"), case.on_device()
         g0, g1, h0, h1 = (joined(g) for g in (g0, g1, h0, h1))
@@ -260,8 +283,7 @@ def test_what_an_fp4_layer_does(_emulated, rng):
 @pytest.mark.parametrize("save", ["packed", "bf16", "recompute"])
 def test_phases_follow_the_weights(_emulated, save, rng):
     """What is made of the weights by phases is made anew when they change, in copies of the set as well."""
-    case = both_by_phases(Case("tiny", rng, put, FP4, save=save))
-    assert "weights by phases" not in case.device.inventory()  # made when they are first needed
+    case = Case("tiny", rng, put, FP4, save=save)
     before, _ = case.on_device()
     assert case.device.inventory()["weights by phases"] == 16 * 64 * 64 * 7 + 4 * 64 * 4
     flat, name = case.device.flat, "up_blocks.0.upsamplers.0.conv.weight"
@@ -282,6 +304,6 @@ def test_phases_follow_the_weights(_emulated, save, rng):
 
 def test_a_network_on_the_device_has_its_phases_at_once(_emulated, rng):
     """Not first while a graph is captured."""
-    model = nn.UNet2D(nn.UNetConfig.tiny(), seed=1).upsample_by_phases()
+    model = nn.UNet2D(nn.UNetConfig.tiny(), seed=1)
     model.cuda(put(np.zeros(1, np.float32)))
     assert model.inventory()["weights by phases"] == 16 * 64 * 64 * 7 + 4 * 64 * 4

@@ -20,8 +20,6 @@ def test_upsampling_by_phases(name, route, cupy, rng):
     weights' phases when the weights have changed.
     """
     case = Case(name, rng, cupy.asarray, ROUTES[route])
-    for model in (case.host, case.device):
-        model.upsample_by_phases()
     exact, exact_gradients = case.on_host("reference")
     theirs, their_gradients = case.on_host()
     ours, gradients = case.on_device()
@@ -52,8 +50,6 @@ def test_upsampling_by_phases(name, route, cupy, rng):
 def test_what_an_fp4_layer_does(cupy, rng):
     """The difference that the layer's FP4 makes is the CPU's, as in test_unet_gpu.py."""
     case = Case("tiny", rng, cupy.asarray, {"up_blocks.0.upsamplers*": "fp4"}, "upsamplers")
-    for model in (case.host, case.device):
-        model.upsample_by_phases()
     (y0, g0), (y1, g1) = case.on_host("bf16"), case.on_host()
     (z0, h0), (z1, h1) = case.on_device("bf16"), case.on_device()
     g0, g1, h0, h1 = (joined(g) for g in (g0, g1, h0, h1))

@@ -21,7 +21,8 @@
   apply_route({pattern: track}) flat using(flat) zero_grad()``; define ``forward``. `flat` has ``data, grad``
   (1-D, entries aligned to 16), ``views(flat_array)`` (by name), ``touch()``.
 - Layers: `Linear Conv2d GroupNorm Embedding BagEmbedding Attention ResnetBlock2D Downsample2D Upsample2D
-  TimestepEmbedding`; their ``seed=`` takes a number or a `generator(seed)` shared by several layers.
+  UpsampledConv2d TimestepEmbedding`; their ``seed=`` takes a number or a `generator(seed)` that several
+  layers share.
 - `LoRA(unet, rank, alpha, seed, targets)`: low-rank adapters beside a frozen network, with their own
   ``flat``, ``using(flat) disabled() merge() merged_state() detach()``.
 - ``with watching(watcher, ...)``: a `Watcher` sees every product of `Linear` and `Conv2d` as it runs, with
@@ -48,6 +49,7 @@ from .layers import (
     ResnetBlock2D,
     TimestepEmbedding,
     Upsample2D,
+    UpsampledConv2d,
     generator,
     timestep_embedding,
 )
@@ -62,7 +64,7 @@ from .watch import Estimate, Watcher, tap, track_of, watching
 __all__ = [
     "AdamW", "Attention", "BagEmbedding", "Conv2d", "Downsample2D", "Embedding", "Estimate",
     "FlatParameters", "GroupNorm", "Linear", "LoRA", "Module", "Parameter", "ResnetBlock2D",
-    "TimestepEmbedding", "UNet2D", "UNetConfig", "Upsample2D", "Variable", "Watcher", "backward",
-    "clip_norm", "from_diffusers", "generator", "grad", "load_diffusers", "no_grad", "ops",
+    "TimestepEmbedding", "UNet2D", "UNetConfig", "Upsample2D", "UpsampledConv2d", "Variable", "Watcher",
+    "backward", "clip_norm", "from_diffusers", "generator", "grad", "load_diffusers", "no_grad", "ops",
     "pixel_shuffle", "pixel_unshuffle", "tap", "timestep_embedding", "to_diffusers", "track_of", "watching",
 ]  # fmt: skip

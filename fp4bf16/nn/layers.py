@@ -45,6 +45,10 @@ class Linear(Module):
         self.weight = _uniform(rng, (outputs, inputs), inputs)
         self.bias = _uniform(rng, (outputs,), inputs) if bias else None
 
+    def multiplied(self, track: str) -> Parameter:
+        """The weight whose rounded or quantised numbers a product on `track` multiplies."""
+        return self.weight
+
     def forward(self, x: Any) -> Variable:
         def make(track: str, certify: Any = None) -> Variable:
             twin = twin_of(self.weight, track, certify is not None)
@@ -86,14 +90,28 @@ class Conv2d(Module):
             for p in self.parameters():
                 p.data[...] = 0
 
+    def multiplied(self, track: str) -> Parameter:
+        """The weight whose rounded or quantised numbers a product on `track` multiplies."""
+        return self.weight
+
+    def product(
+        self, x: Any, track: str, bias: Any = None, residual: Any = None, certify: Any = None
+    ) -> Variable:
+        """x times the weight, plus what is given, on `track`; seen by nobody. certify: as in `ops.conv2d`."""
+        twin = twin_of(self.weight, track, certify is not None)
+        return F.conv2d(x, self.weight, bias, self.stride, self.padding, residual, track, twin, certify)
+
+    def pictures(self, x: Any) -> Any:
+        """What the kernel stands on."""
+        return x
+
     def forward(self, x: Any, residual: Any = None) -> Variable:
         def make(track: str, certify: Any = None) -> Variable:
-            twin, how = twin_of(self.weight, track, certify is not None), (self.stride, self.padding)
-            return F.conv2d(x, self.weight, self.bias, *how, residual, track, twin, certify)
+            return self.product(x, track, self.bias, residual, certify)
 
         watchers = current()
         y = watched(self, x, make, watchers) if watchers else make(self.track)
-        return y if self.adapter is None else self.adapter.conv(self, x, y)
+        return y if self.adapter is None else self.adapter.conv(self, self.pictures(x), y)
 
 
 class GroupNorm(Module):
@@ -276,26 +294,53 @@ class Downsample2D(Module):
         return self.conv(x)
 
 
-class Upsample2D(Module):
-    """Nearest-neighbour upsampling by 2, then a 3x3 convolution.
+class UpsampledConv2d(Conv2d):
+    """A 3x3 convolution of pictures (N, H, W, channels) that count as upsampled to twice their size, each
+    pixel as a 2 x 2 patch: (N, 2H, 2W, channels).
 
-    With `phases` set to True both are one product, `ops.upsample_conv`, where the layer can be one
-    (`by_phases`): 4/9 of the work, the same result but for what is rounded or quantised, which are then sums
-    of the weight's taps.
+    By phases (`by_phases`) it is one product of the pictures themselves, `ops.upsample_conv`: 4/9 of the
+    work, the same result but for what is rounded or quantised, which are then sums of the weight's taps.
     """
 
-    phases = False  #: whether to multiply by phases; see `UNet2D.upsample_by_phases`
+    phases = True  #: whether to multiply by phases; see `UNet2D.upsample_by_phases`
 
     def __init__(self, channels: int, seed: Any = 0):
-        self.conv = Conv2d(channels, channels, 3, padding=1, seed=seed)
+        super().__init__(channels, channels, 3, padding=1, seed=seed)
 
     def by_phases(self, track: str) -> bool:
-        """Whether a call on `track` is made by phases: with whole blocks of channels, no branch beside it."""
-        return (self.phases and track != "dual" and self.conv.adapter is None
-                and self.conv.weight.shape[3] % 16 == 0)  # fmt: skip
+        """Whether a call on `track` is made by phases: with whole blocks of channels, not on "dual"."""
+        track = resolve_track(track, "bf16")
+        return self.phases and track != "dual" and self.weight.shape[3] % 16 == 0
+
+    def multiplied(self, track: str) -> Parameter:
+        return self.weight.phases() if self.by_phases(track) else self.weight
+
+    def product(
+        self, x: Any, track: str, bias: Any = None, residual: Any = None, certify: Any = None
+    ) -> Variable:
+        if residual is not None or not self.by_phases(track):
+            return super().product(self.pictures(x), track, bias, residual, certify)
+        kernels = self.weight.phases()
+        twin = twin_of(kernels, track, certify is not None)
+        return F.upsample_conv(x, self.weight, bias, track, kernels.data, twin, certify)
+
+    def pictures(self, x: Any) -> Variable:
+        return F.upsample_nearest(x)
 
     def forward(self, x: Any) -> Variable:
-        track = resolve_track(self.conv.track, "bf16")
-        if self.by_phases(track) and not current():  # a watcher is shown the layer's own product
-            return F.upsample_conv(x, self.conv.weight, self.conv.bias, track)
-        return self.conv(F.upsample_nearest(x))
+        return super().forward(x)  # nothing is added to what is upsampled
+
+
+class Upsample2D(Module):
+    """Nearest-neighbour upsampling by 2, then a 3x3 convolution."""
+
+    def __init__(self, channels: int, seed: Any = 0):
+        self.conv = UpsampledConv2d(channels, seed=seed)
+
+    def forward(self, x: Any) -> Variable:
+        return self.conv(x)
+
+
+def upsampling(model: Module) -> dict[str, UpsampledConv2d]:
+    """The convolutions behind an upsampling, by the name of their weight."""
+    return {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, UpsampledConv2d)}

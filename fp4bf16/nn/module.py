@@ -16,6 +16,7 @@ from ..errors import ConfigError, ShapeError
 from ..gemm import DualWeight
 from ..quantize import quantize
 from ..tracks import check_track, match_route, resolve_track
+from . import fused
 from .tape import Variable
 from .xp import namespace
 
@@ -68,6 +69,19 @@ class Parameter(Variable):
                 quantize(self.data, format, axis=-1, outer="image" if self.ndim > 2 else "row"),
             )
             self._twins[format] = held
+        return held[1]
+
+    def phases(self) -> Parameter:
+        """`fused.phase_weights` of this (O, 3, 3, C) weight as a weight (4 O, 2, 2, C) with twins and norms
+        of its own, made anew when this one changed. No gradient reaches it: `ops.upsample_conv` takes its
+        numbers.
+        """
+        held = self._twins.get("phases")
+        if held is None or held[0] != self.version:
+            o, c = self.shape[0], self.shape[3]
+            with np.errstate(over="ignore", invalid="ignore"):  # the quantiser says it
+                kernels = fused.phase_weights(self.data).reshape(4 * o, 2, 2, c)
+            held = self._twins["phases"] = (self.version, Parameter(kernels, self.name))
         return held[1]
 
     def twin_norms(self, format: str = "nvfp4_exact") -> WeightNorms:

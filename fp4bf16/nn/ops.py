@@ -29,17 +29,15 @@ from .ops_math import (
 )
 from .ops_network import (
     attention,
-    avg_pool2,
     conv2d,
     group_norm,
     linear,
     matmul,
     take,
     through_quantiser,
-    upsample_conv,
-    upsample_nearest,
 )
 from .ops_shape import broadcast_to, concat, getitem, pad, reshape, sum_to, transpose, unslice
+from .ops_upsample import avg_pool2, upsample_conv, upsample_nearest
 
 __all__ = [
     "add", "attention", "avg_pool2", "broadcast_to", "clip", "concat", "conv2d", "div", "exp",

@@ -394,77 +394,7 @@ def group_norm(
     return _norm_op(x, shift, weight, bias, groups=groups, eps=eps, act=silu)
 
 
-# ---- upsampling and lookups ----
-
-_upsample_op = Op(
-    "upsample_nearest",
-    lambda x: (fused.upsample_nearest(x), None),
-    lambda g, inputs, node, needs: (_patch_sum_op(g),),
-    lambda g, arrays, saved, needs: (fused.upsample_nearest_vjp(g),),
-    keep=False,
-)
-_patch_sum_op = Op(
-    "patch_sum",
-    lambda x: (fused.upsample_nearest_vjp(x), None),
-    lambda g, inputs, node, needs: (_upsample_op(g),),
-    keep=False,
-)
-
-
-def upsample_nearest(x: Any) -> Variable:
-    """Each pixel of x (N, H, W, C) as a 2 x 2 patch: (N, 2H, 2W, C)."""
-    return _upsample_op(x)
-
-
-_phase_weights_op = Op(
-    "phase_weights",
-    lambda w: (fused.phase_weights(w), None),
-    lambda g, inputs, node, needs: (_phase_taps_op(g),),
-    lambda g, arrays, saved, needs: (fused.phase_weights_vjp(g),),
-    keep=False,
-)
-_phase_taps_op = Op(
-    "phase_taps",
-    lambda g: (fused.phase_weights_vjp(g), None),
-    lambda g, inputs, node, needs: (_phase_weights_op(g),),
-    keep=False,
-)
-_interleave_op = Op(
-    "interleave_phases",
-    lambda y: (fused.interleave_phases(y), None),
-    lambda g, inputs, node, needs: (_split_op(g),),
-    lambda g, arrays, saved, needs: (fused.interleave_phases_vjp(g),),
-    keep=False,
-)
-_split_op = Op(
-    "split_phases",
-    lambda y: (fused.interleave_phases_vjp(y), None),
-    lambda g, inputs, node, needs: (_interleave_op(g),),
-    keep=False,
-)
-
-
-def upsample_conv(x: Any, weight: Any, bias: Any = None, track: str | None = None) -> Variable:
-    """``conv2d(upsample_nearest(x), weight, bias, padding=1)`` for weight (O, 3, 3, C), as a 2x2 convolution
-    of x itself for each of the four phases of the result's pixels: (N, 2H, 2W, O) with 4/9 of the products.
-
-    The weights are the sums of the taps that meet the same pixel of x, in the weight's dtype, and it is these
-    that a track rounds or quantises, each phase of an output channel with an outer scale of its own. Without
-    rounding the result is the same.
-    """
-    o, c = weight.shape[0], weight.shape[3]
-    kernels = reshape(_phase_weights_op(weight), (4 * o, 2, 2, c))
-    y = _interleave_op(conv2d(x, kernels, None, 1, 1, None, track))
-    return y if bias is None else add(y, bias)
-
-
-def avg_pool2(x: Any) -> Variable:
-    """Mean of each 2 x 2 patch of x (N, H, W, C), H and W even: (N, H/2, W/2, C)."""
-    if x.shape[1] % 2 or x.shape[2] % 2:
-        raise ShapeError(
-            f"avg_pool2: x is {x.shape[1]} x {x.shape[2]} pixels, but both must be even; pad or crop"
-        )
-    return mul(_patch_sum_op(x), 0.25)
+# ---- lookups ----
 
 
 def _scatter(g: Any, indices: Any, rows: int) -> Any:

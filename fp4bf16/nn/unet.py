@@ -1,6 +1,4 @@
-"""The DDPM UNet (Ho et al. 2020) with the parameter names and semantics of diffusers' ``UNet2DModel``, in
-NHWC.
-"""
+"""The DDPM UNet (Ho et al. 2020) with the parameter names of diffusers' ``UNet2DModel``, in NHWC."""
 
 from __future__ import annotations
 
@@ -24,6 +22,7 @@ from .layers import (
     Upsample2D,
     generator,
     timestep_embedding,
+    upsampling,
 )
 from .module import Module
 from .tape import Variable
@@ -402,13 +401,15 @@ class UNet2D(Module):
 
     def upsample_by_phases(self, on: bool = True) -> UNet2D:
         """Whether upsampling convolutions run as four 2x2 ones on the small pictures (`ops.upsample_conv`),
-        on the CPU and the GPU alike; returns the model. Off at first: what is rounded or quantised differs,
-        and so do the last bits. On the GPU a captured graph keeps what it was captured with.
+        as they do at first, on both devices; returns the model. On the GPU a captured graph keeps its way.
         """
-        for block in self.up_blocks:
-            for layer in block.upsamplers:
-                layer.phases = bool(on)
+        for conv in upsampling(self).values():
+            conv.phases = bool(on)
         return self
+
+    def phased(self, track: str | None = None) -> list[str]:
+        """Names of the weights that are multiplied by phases, on `track` or on that of each layer."""
+        return [name for name, conv in upsampling(self).items() if conv.by_phases(track or conv.track)]
 
     def cuda(
         self, like: Any, save: str = "packed", backward: str = "twin", accumulate: str = "fast"

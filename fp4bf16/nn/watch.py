@@ -70,7 +70,8 @@ class Watcher:
     ) -> Variable:
         """Called after each product, on every track. Returns `y` or what replaces it (of its shape).
 
-        layer: as above. x: input, array or `Variable`. y: the product with bias and residual, before an
+        layer: as above. x: input, array or `Variable`; that of an upsampling convolution is not upsampled
+        yet. y: the product with bias and residual, before an
         adapter's branch is added. run: ``run(track)`` is the same product, bias, residual and all, on another
         track whatever ``with tracks(...)`` says; on the tape unless in `no_grad`; watchers do not see it.
         certificate: of `y`, if any watcher asked for one and the track is "fp4" or "dual"; else None.
@@ -132,7 +133,7 @@ def watched(layer: Any, x: Any, make: Callable[..., Variable], watchers: tuple[W
         if any(wishes):
             certify = ("bound" if drawn is None else True), found
     try:
-        with nullcontext() if drawn is None else sketching(*drawn, _on_host(layer.weight)):
+        with nullcontext() if drawn is None else sketching(*drawn, _on_host(layer.multiplied(layer.track))):
             y = make(layer.track, certify)
     except NonFiniteError as error:
         given = [watcher.refused(layer, x, run, error) for watcher in watchers] if fp4 else []

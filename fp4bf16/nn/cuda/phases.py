@@ -1,5 +1,5 @@
 """Upsampling convolutions on the device as one product of the small pictures, by phases of the result's
-pixels (`fp4bf16.nn.ops.upsample_conv`), where the model's layer says so.
+pixels (`fp4bf16.nn.ops.upsample_conv`), where the model's layer says so. Watchers are shown that product.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 from ...adapters import DeviceArray
 from .blocks import Kept, Upsample
 from .parameters import Phases
-from .products import Layer, doubled, input_gradient, pictures, product, weight_gradient
+from .products import Layer, doubled, input_gradient, passed, pictures, product, weight_gradient
 from .workspace import Pictures, Run, decoded, shaped
 
 
@@ -47,17 +47,15 @@ class PhaseLayer(Layer):
 
 
 class PhasedUpsample(Upsample):
-    """`Upsample`, by phases in the calls for which `module.by_phases` says so and whose products nobody
-    watches: a watcher is shown the layer's own product.
-    """
+    """`Upsample`, by phases in the calls for which the layer's module says so (`by_phases`)."""
 
-    def __init__(self, layer: Layer, module: Any):
+    def __init__(self, layer: Layer):
         super().__init__(layer)
-        self.module, self.phases = module, PhaseLayer(layer.name, layer.module)
+        self.phases = PhaseLayer(layer.name, layer.module)
 
     def forward(self, run: Run, x: Pictures, out: DeviceArray, sums: bool) -> tuple[Pictures, Any]:
         track = self.layer.track
-        if not self.module.by_phases(track) or run.watchers:
+        if not self.layer.module.by_phases(track):
             return super().forward(run, x, out, sums)
         feed = pictures(run, x.array, track)
         result = product(run, self.phases, feed, out, sums)
@@ -66,6 +64,7 @@ class PhasedUpsample(Upsample):
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: DeviceArray | None = None) -> DeviceArray:
         if kept.more is None:
             return super().backward(run, kept, g, add)
+        g = passed(run, kept.more, g)
         # The gradient in the phases' weights, summed back to the taps, is that of the upsampled pictures: one
         # product in place of four and their sum.
         weight_gradient(run, self.layer, doubled(run, kept.again(run)), g)

@@ -22,7 +22,6 @@ from ...backends import cuda_math
 from ...backends.cuda_attention import MOST_CHANNELS
 from ...backends.cuda_gemm import ACCUMULATE
 from ...errors import ConfigError, DTypeError, ShapeError
-from ...tracks import resolve_track
 from ..layers import Attention
 from ..tape import Node, Op, Variable, grad_enabled
 from .attention_block import AttentionBlock
@@ -99,10 +98,8 @@ class Network:
 
     def prepare(self, weights: DeviceParameters) -> None:
         """Make what `weights` otherwise makes at the first request: not while a graph is captured."""
-        for block in self.model.up_blocks:
-            for u in block.upsamplers:
-                if u.by_phases(resolve_track(u.conv.track, "bf16")):
-                    weights.phases_of(f"{self.names[id(u.conv)]}.weight", self.stream())
+        for name in self.model.phased():
+            weights.phases_of(name, self.stream())
 
     # ---- the chain
     def _layer(self, module: Any) -> Layer:
@@ -135,7 +132,7 @@ class Network:
                 channels = resnet.conv2.weight.shape[0]
                 if block.attentions:
                     steps.append(Step(self._block(AttentionBlock, block.attentions[i])))
-            steps += [Step(PhasedUpsample(self._layer(u.conv), u)) for u in block.upsamplers]
+            steps += [Step(PhasedUpsample(self._layer(u.conv))) for u in block.upsamplers]
         norm = Norm(self.names[id(model.conv_norm_out)], model.conv_norm_out)
         return [*steps, Step(Last(norm, self._layer(model.conv_out)))]
 

@@ -319,7 +319,7 @@ class Clock(RunWatcher):
 
     def product(self, run, layer, feed, scale, d, finish) -> None:
         n, h, w, _ = feed.x.shape
-        key = feed.other.func, n, h, w, layer.module.weight.shape, layer.o, layer.stride
+        key = feed.other.func, n, h, w, layer.module.weight.shape, layer.kh, layer.o, layer.stride
         if key not in self._known:
             self._known[key] = {kind: self._time(run, layer, feed, d, kind) for kind in ("bf16", "fp4")}
         for name, _, count in layer.members:
