@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fp4bf16 import ConfigError, ShapeError, tracks
-from fp4bf16.nn import UNet2D, UNetConfig, no_grad, ops
+from fp4bf16.nn import Conv2d, UNet2D, UNetConfig, no_grad, ops
 from fp4bf16.nn.watch import Watcher, watching
 from fp4bf16.routing import Rates, Stopwatch, flops, layers_of, measure, modelled, work
 from fp4bf16.routing.latency import host_device
@@ -45,17 +45,20 @@ class Shapes(Watcher):
         self.seen = {}
 
     def product(self, layer, x, y, run, certificate):
-        n, k = layer.weight.shape[0], layer.weight.size // layer.weight.shape[0]
-        self.seen[layer.key] = (y.size // n, n, k, x.size)
+        w = layer.multiplied(layer.track)
+        if isinstance(layer, Conv2d) and w is layer.weight:
+            x = layer.pictures(x)
+        self.seen[layer.key] = (y.size // w.shape[0], w.shape[0], w.size // w.shape[0], x.size)
         return y
 
 
+@pytest.mark.parametrize("phases", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_work_is_what_a_forward_multiplies(name, rng, monkeypatch):
+def test_work_is_what_a_forward_multiplies(name, phases, rng, monkeypatch):
     config = CONFIGS[name]
     size = 2 ** (len(config.block_out_channels) - 1)
     shape = (int(rng.integers(1, 4)), size * 3, size * 2, config.in_channels)
-    unet = UNet2D(config)
+    unet = UNet2D(config).upsample_by_phases(phases)
     names = list(unet.apply_route({"*": "bf16"}))
     cores = []
     plain = ops.attention
@@ -81,9 +84,12 @@ def test_work_is_what_a_forward_multiplies(name, rng, monkeypatch):
 
 
 def test_the_published_network_has_its_12_44_gflop_and_every_weight_a_layer():
-    unet = UNet2D(UNetConfig.ddpm_cifar10_32())
-    counts = flops(unet)
-    assert sum(counts.values()) == pytest.approx(12.44e9, rel=5e-4)  # its four digits
+    unet = UNet2D(UNetConfig.ddpm_cifar10_32()).upsample_by_phases(False)
+    whole = flops(unet)
+    assert sum(whole.values()) == pytest.approx(12.44e9, rel=5e-4)  # its four digits
+    counts = flops(unet.upsample_by_phases())
+    assert {n for n in counts if counts[n] != whole[n]} == set(unet.phased()) != set()
+    assert all(9 * counts[n] == 4 * whole[n] for n in unet.phased())
     layers = layers_of(unet)
     weights = {n: p.size for n, p in unet.named_parameters().items() if n in layers}
     assert {n: i.parameters for n, i in layers.items() if i.parameters} == weights
@@ -106,15 +112,17 @@ def test_shapes_that_the_network_does_not_take():
 
 
 # ---- the model ----
-def test_the_model_is_a_roofline(rng):
-    unet = UNet2D(CONFIGS["attention"])
+@pytest.mark.parametrize("phases", [True, False])
+def test_the_model_is_a_roofline(phases, rng):
+    unet = UNet2D(CONFIGS["attention"]).upsample_by_phases(phases)
     shape = (2, 8, 12, 12)
     rates = Rates("a device", {"bf16": 1e9, "fp4": 4e9}, 1e8, 1e7, 3.0)
     times, sizes = modelled(unet, shape, rates), work(unet, shape)
     assert list(times) == [n for n, w in sizes.items() if w.op in ("linear", "conv2d")]
     for name, part in (
         ("down_blocks.0.resnets.0.conv2.weight", 0), ("down_blocks.0.attentions.0.to_out.0.weight", 1),
-        ("up_blocks.0.upsamplers.0.conv.weight", 0.25), ("down_blocks.0.downsamplers.0.conv.weight", 1),
+        ("up_blocks.0.upsamplers.0.conv.weight", 1 if phases else 0.25),
+        ("down_blocks.0.downsamplers.0.conv.weight", 1),
     ):  # fmt: skip
         w = sizes[name]
         for track, item in (("bf16", 2), ("fp4", 1)):

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..backends.threads import num_threads
 from ..errors import ConfigError, ShapeError
-from ..nn.layers import Attention, BagEmbedding, Conv2d, Linear
+from ..nn.layers import Attention, BagEmbedding, Conv2d, Linear, UpsampledConv2d
 from ..nn.tape import no_grad
 from ..nn.unet import UNet2D
 from ..nn.watch import Watcher, watching
@@ -91,12 +91,15 @@ def _pictures(unet: UNet2D, height: int, width: int) -> dict[str, tuple[int, int
         sizes[f"up_blocks.{i}."] = (h, w)
         if block.upsamplers:
             h, w = 2 * h, 2 * w
-            sizes[f"up_blocks.{i}.upsamplers."] = (h, w)
     return sizes
 
 
 def _convolution(layer: Conv2d, batch: int, h: int, w: int) -> Work:
     o, kh, kw, c = layer.weight.shape
+    if isinstance(layer, UpsampledConv2d):
+        if layer.by_phases(layer.track):
+            return Work("conv2d", batch * h * w, 4 * o, 4 * c, batch * h * w * c)
+        h, w = 2 * h, 2 * w
     pad = layer.padding
     (top, bottom), (left, right) = ((pad, pad), (pad, pad)) if isinstance(pad, int) else pad
     out = ((h + top + bottom - kh) // layer.stride + 1) * ((w + left + right - kw) // layer.stride + 1)
@@ -108,8 +111,7 @@ def _layers(unet: UNet2D, batch: int, height: int, width: int) -> Iterator[tuple
     for name, module in unet.named_modules():
         if not getattr(module, "routed", False):
             continue
-        # The longest that fits: an upsampler's convolution reads pictures of twice its block's size
-        block = max((b for b in sizes if name.startswith(b)), key=len, default="")
+        block = next((b for b in sizes if name.startswith(b)), "")
         h, w = sizes.get(block, (height, width))
         if isinstance(module, Attention):
             channels = module.to_q.weight.shape[0]
@@ -146,10 +148,14 @@ def flops(unet: UNet2D, shape: Sequence[int] | None = None) -> dict[str, float]:
     """Multiplications and additions of each layer for one picture; the batch of `shape` does not matter.
 
     Every layer that a route names is there: products, softmax(QK)V (without the softmax) and captions. As
-    everywhere, positions of a convolution that fall on its padding count.
+    everywhere, positions of a convolution that fall on its padding count. What is multiplied counts: of an
+    upsampling convolution by phases 4/9 of what its 3x3 kernel would multiply.
 
     >>> from fp4bf16.nn import UNet2D, UNetConfig
-    >>> round(sum(flops(UNet2D(UNetConfig.ddpm_cifar10_32())).values()) / 1e9, 2)
+    >>> unet = UNet2D(UNetConfig.ddpm_cifar10_32())
+    >>> round(sum(flops(unet).values()) / 1e9, 2)
+    11.56
+    >>> round(sum(flops(unet.upsample_by_phases(False)).values()) / 1e9, 2)
     12.44
     """
     shape = None if shape is None else (1, *tuple(shape)[1:])
@@ -203,20 +209,20 @@ def modelled(
     for track in tracks:
         if track not in _ITEM or track not in rates.flops:
             raise ConfigError(f"modelled: the rates of {rates.name} have no track {check_track(track)!r}")
-    found = {}
+    found, phased = {}, unet.phased()
     for name, w in work(unet, shape).items():
         if w.op in ("linear", "conv2d"):
-            quantised = _quantised(name, w)
+            quantised = _quantised(name, w, name in phased)
             found[name] = {track: _modelled(w, track, rates, quantised) for track in tracks}
     return found
 
 
-def _quantised(name: str, w: Work) -> int:
+def _quantised(name: str, w: Work, phased: bool) -> int:
     """Elements that a quantiser of its own reads before the product of a layer on FP4."""
     if any(fnmatch.fnmatchcase(name, pattern) for pattern in AFTER_NORM):
         return 0
     # An upsampler quantises before it makes four pixels of each
-    return w.read // 4 if ".upsamplers." in name else w.read
+    return w.read // 4 if ".upsamplers." in name and not phased else w.read
 
 
 def _modelled(w: Work, track: str, rates: Rates, quantised: int) -> float:

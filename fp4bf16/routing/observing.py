@@ -131,11 +131,12 @@ class Observing:
             return math.inf
         if self.settings.sensitivity == "outputs":
             return None
+        phases = name in self.unet.phased("fp4")
         if self.settings.sensitivity != "fisher":
-            return curvature_omega(self.traces[name], parameter) if name in self.traces else None
+            return curvature_omega(self.traces[name], parameter, phases) if name in self.traces else None
         if moments is None or name not in moments or scale == 0:
             return None
-        return fisher_omega(moments[name], parameter, batch, scale)
+        return fisher_omega(moments[name], parameter, batch, scale, phases)
 
     def parameter(self, name: str) -> Any:
         """The weight of a layer on the host; an engine whose network is elsewhere puts its own in place."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..averages import Averages
 from ..errors import ConfigError, NonFiniteError, ShapeError, nearest
+from ..nn import fused
 from ..nn import ops as F
 from ..nn.layers import Conv2d
 from ..nn.module import Parameter
@@ -33,24 +34,31 @@ OPERANDS = ("both", "activations")
 # ---- of a weight -------------------------------------------------------------------------------------------
 
 
-def quantisation_error(parameter: Parameter) -> float:
+def quantisation_error(parameter: Parameter, phases: bool = False) -> float:
     """|Q(W) - W|^2 of a weight and its FP4 twin, from the quantiser's own sums; float64, no second pass.
 
-    The twin is made if the weight has changed since the last one. Raises `NonFiniteError` as `quantize` does.
+    The twin is made if the weight has changed since the last one. phases: the weight (O, 3, 3, C) is
+    multiplied by phases; then a quarter of |Q(K) - K|^2 of the kernels K (4 O, 2, 2, C), which is to a layer
+    by phases what the other is to one of upsampled pictures, where each tap stands in four kernels (see
+    `fisher_omega`). Raises `NonFiniteError` as `quantize` does.
 
     >>> w = Parameter(np.full((2, 16), 3.0, np.float32))                      # on the grid: 3 = 6 * 1/2
     >>> quantisation_error(w)
     0.0
     """
+    if phases:
+        return parameter.phases().twin().stats.error_norm_sq / 4
     return parameter.twin().stats.error_norm_sq
 
 
-def curvature_omega(trace: Trace | float, parameter: Parameter) -> float:
+def curvature_omega(trace: Trace | float, parameter: Parameter, phases: bool = False) -> float:
     """1/2 (tr H / n) |Q(W) - W|^2, clamped at 0: the mean of 1/2 d^T H d over directions d of that length.
 
     HAWQ-V2 (Dong et al. 2020, eq. 8) with the 1/2 of Taylor's term, which makes it a rise of the loss.
     trace: of the Hessian block of this weight (`curvature.layer_traces`), n its number of elements. Infinite
-    where the trace is not finite: nothing is known then.
+    where the trace is not finite: nothing is known then. phases: as in `quantisation_error`. The kernels are
+    K = S w with 36 O C taps in all, so that tr S^T H_K S = 36 O C h and tr H / n = 4 h where the Hessian in
+    the kernels is h times the identity in the mean, the assumption that the formula rests on anyway.
 
     >>> w = Parameter(np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32))
     >>> curvature_omega(128.0, w) == quantisation_error(w), curvature_omega(-1.0, w)
@@ -59,10 +67,12 @@ def curvature_omega(trace: Trace | float, parameter: Parameter) -> float:
     value = trace.value if isinstance(trace, Trace) else float(trace)
     if not math.isfinite(value):
         return math.inf
-    return max(0.0, 0.5 * value * quantisation_error(parameter) / max(1, parameter.size))
+    return max(0.0, 0.5 * value * quantisation_error(parameter, phases) / max(1, parameter.size))
 
 
-def fisher_omega(v_hat: Any, parameter: Parameter, batch: int, scale: float = 1.0) -> float:
+def fisher_omega(
+    v_hat: Any, parameter: Parameter, batch: int, scale: float = 1.0, phases: bool = False
+) -> float:
     """1/2 scale batch sum v_hat (Q(w) - w)^2: the Hessian's diagonal replaced by the empirical Fisher's.
 
     Adam's second moment averages g^2 of the *batch-mean* gradient: E[v] = |mean|^2 + Var / batch for single
@@ -76,6 +86,10 @@ def fisher_omega(v_hat: Any, parameter: Parameter, batch: int, scale: float = 1.
     Args:
         v_hat: Adam's second moment of this weight (its shape), divided by 1 - beta_2^count.
         batch: pictures that the gradient was a mean over.
+        phases: whether the weight (O, 3, 3, C) is multiplied by phases. What is quantised are then its
+            kernels, each a sum of taps, and a tap's gradient is the sum of those in the four kernels that it
+            is in, one of each phase, which see other pixels: with equal squares and no correlation a quarter
+            of the tap's moment is the kernel's, the mean over its taps where it has several.
 
     Infinite where a moment is not finite. Raises `ShapeError` and `ConfigError` for what does not fit.
 
@@ -93,6 +107,9 @@ def fisher_omega(v_hat: Any, parameter: Parameter, batch: int, scale: float = 1.
     _check_positive("fisher_omega", batch=batch, scale=scale)
     if not np.isfinite(moment).all():
         return math.inf
+    if phases:
+        taps = fused.phase_weights(np.ones((1, 3, 3, 1)))
+        moment, parameter = fused.phase_weights(moment) / (4 * taps), parameter.phases()
     error = dequantize(parameter.twin()).astype(np.float64).reshape(parameter.shape) - parameter.data
     return float(0.5 * scale * batch * np.einsum("i,i,i->", moment.ravel(), error.ravel(), error.ravel()))
 
@@ -220,9 +237,7 @@ def _from_activations(layer: Any, x: Any) -> Any:
     conv = isinstance(layer, Conv2d)
     error = F.through_quantiser(x, "image" if conv else "row").data - x
     with tracks("bf16"):
-        if conv:
-            return F.conv2d(error, layer.weight, stride=layer.stride, padding=layer.padding).data
-        return F.linear(error, layer.weight).data
+        return (layer.product(error, "bf16") if conv else F.linear(error, layer.weight)).data
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------
