@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -28,20 +29,21 @@ from fp4bf16.backends import cuda_diffusion  # noqa: E402
 from fp4bf16.cli.bench import record  # noqa: E402
 from fp4bf16.nn.cuda.graph import Graph  # noqa: E402
 from fp4bf16.nn.cuda.optim import DeviceAdamW  # noqa: E402
+from fp4bf16.routing import flops  # noqa: E402
 
 #: What the router would choose by cost: first and last convolution, embeddings and 1x1 shortcuts (which ride
 #: in the launch of an FP4 convolution) and the three strided convolutions in BF16.
 ROUTE = {"conv_in*": "bf16", "conv_out*": "bf16", "*time_emb*": "bf16", "*conv_shortcut*": "bf16",
          "*downsamplers*": "bf16", "*to_out*": "bf16", "*": "fp4"}  # fmt: skip
 BF16 = {"*": "bf16"}
-FLOPS = 12.44e9  # multiplications and additions a picture, forward
+FLOPS = 12.44e9  # multiplications and additions a picture, forward, of 3x3 kernels on upsampled pictures
 GIB = 1 << 30
 #: Relative L2 distance of the prediction from FP32's: a tenth more than the CPU's FP4 track has on these
 #: weights (0.259); three times what BF16 has there and here (0.007, 0.009).
 WRONG = {"fp4": 0.285, "bf16": 0.03}
 
 
-def network(route, phases=False, **how):
+def network(route, phases=True, **how):
     import cupy
 
     config = nn.UNetConfig.ddpm_cifar10_32()
@@ -67,6 +69,7 @@ class Ours:
     def __init__(self, name, batch, route, train=False, **how):
         self.name, self.batch = name, batch
         self.model = network(route, **how)
+        self.flops = math.fsum(flops(self.model).values())
         self.x, self.t = operands(batch)
         self.graph = Graph(self.x)
         self.optimizer = DeviceAdamW(self.model.flat, lr=1e-4) if train else None
@@ -125,6 +128,7 @@ class Peer:
         import torch
 
         self.name, self.batch, self.torch, self.train = f"diffusers {kind}", batch, torch, train
+        self.flops = FLOPS
         self.model = model or peer()
         x, t = operands(batch)
         self.x = torch.as_tensor(x, device="cuda").permute(0, 3, 1, 2).contiguous()
@@ -179,13 +183,20 @@ def alternate(arms, rounds, seconds=0.12):
     return found
 
 
-def report(part, batch, found, flops):
+def operations(arms, train=False):
+    """By name, what is multiplied a picture: in a step by the forward, the gradient in the pictures, and that
+    in the weights, which is of upsampled pictures everywhere.
+    """
+    return {arm.name: 2 * arm.flops + FLOPS if train else arm.flops for arm in arms}
+
+
+def report(part, batch, found, counts):
     rows = []
     for name, values in found.items():
         ms = statistics.median(values)
         rows.append({"part": part, "batch": batch, "arm": name, "ms": ms, "min": min(values),
                      "max": max(values), "images_per_s": batch / ms * 1e3,
-                     "tflop_s": batch * flops / ms / 1e9})  # fmt: skip
+                     "tflop_s": batch * counts[name] / ms / 1e9})  # fmt: skip
     base = {r["arm"]: r["ms"] for r in rows}
     for r in rows:
         for peer_name in ("diffusers fp16 amp eager", "diffusers bf16 compiled"):
@@ -237,14 +248,14 @@ def forward(args):
         arms = [Ours("fp4", batch, ROUTE), Ours("bf16", batch, BF16), *peers(args, batch)]
         if batch == max(args.batches):
             arms.insert(1, Ours("fp4 promoted", batch, ROUTE, accumulate="promoted"))
-        rows += report("forward", batch, alternate(arms, args.rounds), FLOPS)
+        rows += report("forward", batch, alternate(arms, args.rounds), operations(arms))
     return rows
 
 
 def train(args):
     arms = [Ours("fp4", 256, ROUTE, train=True), Ours("bf16", 256, BF16, train=True)]
     arms += peers(args, 256, train=True)
-    return report("train", 256, alternate(arms, args.rounds), 3 * FLOPS)
+    return report("train", 256, alternate(arms, args.rounds), operations(arms, train=True))
 
 
 def memory(args):

@@ -22,7 +22,18 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import network  # noqa: E402
 import numpy as np  # noqa: E402
 import roofline  # noqa: E402
-from network import BF16, FLOPS, ROUTE, WRONG, Ours, alternate, operands, peer, record, report  # noqa: E402
+from network import (  # noqa: E402
+    BF16,
+    ROUTE,
+    WRONG,
+    Ours,
+    alternate,
+    operands,
+    operations,
+    peer,
+    record,
+    report,
+)
 
 from fp4bf16 import device, nn  # noqa: E402
 from fp4bf16.backends import cuda_conv  # noqa: E402
@@ -142,14 +153,14 @@ def forward(args):
     rows = []
     for batch in args.batches:
         arms = [Ours(name, batch, route, phases=phases) for name, route, phases in ARMS]
-        rows += report("forward", batch, alternate(arms, args.rounds), FLOPS)
+        rows += report("forward", batch, alternate(arms, args.rounds), operations(arms))
         gained(rows, "forward", batch)
     return rows
 
 
 def train(args):
     arms = [Ours(name, 256, route, train=True, phases=phases) for name, route, phases in ARMS]
-    rows = report("train", 256, alternate(arms, args.rounds), 3 * FLOPS)
+    rows = report("train", 256, alternate(arms, args.rounds), operations(arms, train=True))
     gained(rows, "train", 256)
     return rows
 

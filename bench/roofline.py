@@ -19,8 +19,13 @@ Work = tuple[float, float, str]  # seconds of arithmetic, bytes, shape
 SIZES = (4, 2, 2)  # of fp4bf16_dtype
 
 
+def _kernels(a: Any) -> int:
+    """Kernels of an output channel."""
+    return 4 if getattr(a, "phases", 0) else 1
+
+
 def _kernel(a: Any) -> str:
-    return f"{'4 of ' if getattr(a, 'phases', 0) else ''}{a.kh}x{a.kw}/{a.stride}"
+    return f"{'4 of ' if _kernels(a) > 1 else ''}{a.kh}x{a.kw}/{a.stride}"
 
 
 def _conv(a: Any) -> Work:
@@ -30,14 +35,14 @@ def _conv(a: Any) -> Work:
     read = a.n * a.h * a.w * (a.c8 + (0 if a.x16_on_output else 2 * a.c16))
     read += out * 2 * a.c16 * a.x16_on_output
     written = SIZES[a.d_dtype] + bool(a.expanded)
-    nbytes = read + a.o * (taps * a.c8 + 2 * k16) + out * a.o * (written + 2 * bool(a.residual))
+    nbytes = read + _kernels(a) * a.o * (taps * a.c8 + 2 * k16) + out * a.o * (written + 2 * bool(a.residual))
     shape = f"{a.n}x{a.h}x{a.w} {a.c8}+{a.c16}->{a.o} {_kernel(a)}"
     return 2.0 * out * a.o * (taps * a.c8 / RATE8[a.accumulate] + k16 / RATE16), nbytes, shape
 
 
 def _gradient(a: Any) -> Work:
     out = a.n * a.oh * a.ow
-    nbytes = 2 * (out * a.o + a.n * a.h * a.w * a.c) + 2 * a.o * a.c * a.kh * a.kw
+    nbytes = 2 * (out * a.o + a.n * a.h * a.w * a.c) + 2 * _kernels(a) * a.o * a.c * a.kh * a.kw
     shape = f"{a.n}x{a.h}x{a.w} {a.c}->{a.o} {_kernel(a)}"
     return 2.0 * out * a.o * a.c * a.kh * a.kw / RATE16, nbytes, shape
 
