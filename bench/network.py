@@ -101,7 +101,8 @@ class Ours:
         """Bytes on the GPU: of the graph's pool, the weights and their copies, and the moments."""
         found = dict(self.model.inventory())
         moments = 2 * self.optimizer.first.nbytes
-        fixed = sum(found[k] for k in ("weights", "gradients", "weights in BF16", "FP4 twins"))
+        kinds = "weights", "gradients", "weights in BF16", "FP4 twins", "weights by phases"
+        fixed = sum(found.get(k, 0) for k in kinds)
         return found | {"moments": moments, "pool of the step": self.graph.memory,
                         "peak": fixed + moments + self.graph.memory}  # fmt: skip
 
