@@ -466,7 +466,11 @@ fp4bf16_status norm_apply(const fp4bf16_group_norm_args& a, ApplyPlan plan, cuda
     FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "group_norm"));
     FP4BF16_TRY(cuda_result(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
                             "group_norm"));
-    share_out(a.n, int64_t{multiprocessors} * (gives_fp4(a) ? kBlocksFp4 : kBlocksBf16), &plan);
+    // BF16 results alone wait for memory: an image a thread block, of which some begin while others stream, took
+    // 2 to 6 % less time at 1024 images than thread blocks that stay.
+    int64_t slots = int64_t{multiprocessors} * (gives_fp4(a) ? kBlocksFp4 : kBlocksBf16);
+    if (!gives_fp4(a)) slots = std::max(slots, a.n);
+    share_out(a.n, slots, &plan);
     ApplyJob job{a,
                  plan,
                  static_cast<int>(a.c / a.groups),
