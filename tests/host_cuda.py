@@ -45,6 +45,7 @@ POISON = 0xA5
 #: Modules beside this one whose ``define(library)`` adds the emulation of a kernel family.
 EXTENSIONS = (
     "host_conv", "host_norm", "host_attention", "host_elementwise", "host_diffusion", "host_optimizer",
+    "host_lora",
 )  # fmt: skip
 
 

@@ -23,9 +23,7 @@ from fp4bf16 import device  # noqa: E402
 from fp4bf16.align.rollout import Rollout  # noqa: E402
 from fp4bf16.errors import ConfigError, ShapeError  # noqa: E402
 from fp4bf16.train import checkpoint  # noqa: E402
-from fp4bf16.train.data import Vocabulary, load_pairs  # noqa: E402
-from fp4bf16.train.denoiser import Denoiser  # noqa: E402
-from fp4bf16.train.device import CudaEngine  # noqa: E402
+from fp4bf16.train.data import load_pairs  # noqa: E402
 from fp4bf16.train.policy import PairData, SampleData, TrajectoryData, batches, make_data  # noqa: E402
 
 OBJECTIVES = ("dpo", "nft", "ppo")
@@ -356,10 +354,3 @@ def test_state_without_the_old_policy_changes_nothing(gpu):  # noqa: F811
         ours.restore(state, 1, aligning=True)
     for name, a in ours.state().items():
         np.testing.assert_array_equal(a, before[name])
-
-
-def test_adapters_are_refused_on_the_device(gpu):  # noqa: F811
-    config = tiny("align.parameters=lora")
-    pairs = load_pairs(config.size).select(role="policy", word=config.word)
-    with pytest.raises(ConfigError, match="align.parameters: is lora.*use full, or leave out --device"):
-        CudaEngine(Denoiser(config, Vocabulary.of(pairs.captions)), config)

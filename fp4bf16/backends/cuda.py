@@ -21,7 +21,7 @@ from .._version import __version__
 from ..errors import CudaError, LibraryError, UnsupportedArchError
 
 #: What this file expects of src/cuda/fp4bf16.h and fp4bf16_network.h (FP4BF16_ABI_VERSION there).
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 PACKAGE = Path(__file__).resolve().parent.parent
 _NAMES = {"win32": "fp4bf16.dll", "darwin": "libfp4bf16.dylib"}

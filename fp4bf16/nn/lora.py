@@ -57,15 +57,8 @@ class Adapter:
     __slots__ = ("lora", "down", "up")
 
     def __init__(self, lora: LoRA, layer: Linear | Conv2d, rng: np.random.Generator):
-        self.lora, rank, weight = lora, lora.rank, layer.weight
-        if isinstance(layer, Linear):
-            down, up = (weight.shape[1], rank), (rank, weight.shape[0])
-        else:
-            down, up = (rank, *weight.shape[1:]), (weight.shape[0], 1, 1, rank)
-        # As PEFT's init_lora_weights="gaussian" (LoraLayer.reset_lora_parameters): normal of deviation
-        # 1 / rank, and zeros.
-        self.down = Parameter((rng.standard_normal(down) / rank).astype(weight.dtype))
-        self.up = Parameter(np.zeros(up, weight.dtype))
+        self.lora = lora
+        self.down, self.up = first_adapter(layer, lora.rank, rng)
 
     def linear(self, layer: Linear, x: Any, y: Variable) -> Variable:
         """y + (alpha / rank) (x down) up for x (..., K) and y (..., N)."""
@@ -89,6 +82,21 @@ class Adapter:
         down, up = (p.data.astype(np.float64) for p in (self.down, self.up))
         product = (down @ up).T if down.ndim == 2 else np.tensordot(up[:, 0, 0], down, 1)
         return self.lora.scale * product
+
+
+def first_adapter(layer: Linear | Conv2d, rank: int, rng: np.random.Generator) -> tuple[Parameter, Parameter]:
+    """(down, up) of a new adapter, on the host: as PEFT's init_lora_weights="gaussian"
+    (LoraLayer.reset_lora_parameters), normal of deviation 1 / rank, and zeros.
+    """
+    weight = layer.weight
+    if isinstance(layer, Linear):
+        down, up = (weight.shape[1], rank), (rank, weight.shape[0])
+    else:
+        down, up = (rank, *weight.shape[1:]), (weight.shape[0], 1, 1, rank)
+    return (
+        Parameter((rng.standard_normal(down) / rank).astype(weight.dtype)),
+        Parameter(np.zeros(up, weight.dtype)),
+    )
 
 
 def _branch_track(layer: Module) -> str:
@@ -135,9 +143,9 @@ class LoRA(Module):
     def __init__(
         self, unet: Module, rank: int, alpha: float, seed: Any = 0, targets: Sequence[str] | None = None
     ):
-        self.rank, self.alpha = _checked(rank, alpha)
+        self.rank, self.alpha = check_settings(rank, alpha)
         self.scale = self.alpha / self.rank
-        layers = {n: m for n, m in unet.named_modules() if isinstance(m, Linear | Conv2d)}
+        layers = adaptable(unet)
         for name, layer in layers.items():
             if layer.adapter is not None:
                 raise ConfigError(
@@ -146,14 +154,12 @@ class LoRA(Module):
                 )
         if unet.on_device:
             raise ConfigError(
-                "LoRA: the network is on the GPU, where adapters do not run; call unet.cpu() first, or train "
-                "all parameters (align.parameters = full)"
+                "LoRA: the network is on the GPU, where adapters are part of its weights "
+                "(nn.cuda.lora.DeviceLoRA); call unet.cpu() first, or train with --device cuda"
             )
-        self.adapted = _chosen(layers, targets)
-        for name in self.adapted:
-            _check_rank(name, layers[name].weight, self.rank)
+        self._layers = chosen(layers, targets, self.rank)
+        self.adapted = tuple(self._layers)
         self.unet, self.enabled, self.attached, rng = unet, True, True, generator(seed)
-        self._layers = {name: layers[name] for name in self.adapted}
         for layer in self._layers.values():
             layer.adapter = Adapter(self, layer, rng)
         self._frozen = [(p, p.requires_grad) for p in unet.parameters()]
@@ -174,7 +180,7 @@ class LoRA(Module):
         """``<layer>.lora_down`` and ``<layer>.lora_up`` of every adapter, in the order of the layers."""
         found = {}
         for name, adapter in self._adapters.items():
-            found |= {_named(name, "lora_down"): adapter.down, _named(name, "lora_up"): adapter.up}
+            found |= named_parts(name, (adapter.down, adapter.up))
         return found
 
     # ---- other adapters, or none
@@ -265,12 +271,18 @@ class LoRA(Module):
             )
 
 
+def named_parts(layer: str, parts: tuple[Any, Any]) -> dict[str, Any]:
+    """(down, up) of a layer by the names that they have among the parameters and in checkpoints."""
+    return {_named(layer, part): x for part, x in zip(("lora_down", "lora_up"), parts, strict=True)}
+
+
 def _named(layer: str, part: str) -> str:
     """The full name of a layer's parameter; a network that is one layer has the name ""."""
     return f"{layer}.{part}" if layer else part
 
 
-def _checked(rank: Any, alpha: Any) -> tuple[int, float]:
+def check_settings(rank: Any, alpha: Any) -> tuple[int, float]:
+    """(rank, alpha); `ConfigError` for what cannot be."""
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 1:
         raise ConfigError(f"LoRA: rank is {rank!r}, but must be a whole number from 1 on; 8 is a usual one")
     try:
@@ -295,7 +307,20 @@ def _check_rank(name: str, weight: Parameter, rank: int) -> None:
         )
 
 
-def _chosen(layers: dict[str, Any], targets: Sequence[str] | None) -> tuple[str, ...]:
+def adaptable(unet: Module) -> dict[str, Linear | Conv2d]:
+    """The layers of a network that can have adapters, by name."""
+    return {n: m for n, m in unet.named_modules() if isinstance(m, Linear | Conv2d)}
+
+
+def chosen(layers: dict[str, Any], targets: Sequence[str] | None, rank: int) -> dict[str, Any]:
+    """The layers that `targets` matches, in their order; each can have an adapter of that rank."""
+    found = {name: layers[name] for name in _matched(layers, targets)}
+    for name, layer in found.items():
+        _check_rank(name, layer.weight, rank)
+    return found
+
+
+def _matched(layers: dict[str, Any], targets: Sequence[str] | None) -> tuple[str, ...]:
     """The names of the layers that `targets` matches, in their order."""
     if targets is None:
         chosen = [n for n in layers if not any(fnmatch.fnmatchcase(n, p) for p in EXCLUDED)]

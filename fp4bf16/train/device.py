@@ -18,8 +18,8 @@ import numpy as np
 from .. import device
 from ..adapters import DeviceArray
 from ..backends import cuda_diffusion, cuda_elementwise, cuda_optimizer
-from ..diffusion.noise import NOISE, normal
-from ..errors import ConfigError
+from ..diffusion.noise import NOISE, normal, subseed
+from ..nn.cuda.lora import DeviceLoRA
 from ..nn.cuda.parameters import DeviceParameters
 from ..tracks import tracks
 from .checkpoint import give, take
@@ -35,23 +35,22 @@ __all__ = ["BETAS", "CudaEngine", "CudaSampler"]
 
 
 class CudaEngine(CudaPolicy, CudaSampler):
-    """`engine.HostEngine` on a GPU; track: of the training's forward.
+    """`engine.HostEngine` on a GPU; track: of the training's forward. Raises `ConfigError` for routes that
+    the GPU does not run.
 
-    Raises `ConfigError` for routes that the GPU does not run, and for ``align.parameters = "lora"``: adapters
-    run on the CPU alone as yet.
+    network: the weights that the network runs with; `parameters`: what is trained, these or, while aligning
+    with ``align.parameters = "lora"``, adapters (`lora`), which are merged into them: between two steps the
+    network's weights are the policy's. `average`: the averaged weights of the base training, what alignment
+    starts from and stays near; with adapters their base, of which only the float32 numbers are kept.
     """
 
     def __init__(self, model: Any, config: Config, track: str | None = "bf16"):
         check_routes(config.route, config.routes, config.loop.limit, config.loop.forward)
-        if config.align.parameters == "lora":
-            raise ConfigError("align.parameters: is lora, but adapters run on the CPU alone as yet; use "
-                              "full, or leave out --device")  # fmt: skip
         super().__init__(model)
         self.config, self.track, self._own_track = config, track, track
-        self.parameters = model.unet.flat
-        self.average = self.parameters.clone(self._stream())
-        moments = (self.memory_of(name, self.parameters.data.shape) for name in ("first", "second"))
-        self.first, self.second = moments
+        self.network = model.unet.flat
+        self.average = self.network.clone(self._stream(), copies=config.align.parameters == "full")
+        self._train(None)
         self.alpha_bar = device.from_host(model.schedule.alpha_bar, self.like, "alpha_bar")
         self.updates, self._aligning = 0, False
         self.old: DeviceParameters | None = None  # NFT's old policy
@@ -65,23 +64,58 @@ class CudaEngine(CudaPolicy, CudaSampler):
 
     @property
     def size(self) -> int:
-        return self.parameters.layout.size
+        return self.network.layout.size
+
+    def _adapters(self, aligning: bool) -> DeviceLoRA | None:
+        """New adapters where they are trained, and none elsewhere."""
+        c = self.config
+        if not aligning or c.align.parameters == "full":
+            return None
+        seed = subseed(c.seed, "lora")
+        return DeviceLoRA(self.model.unet, self.average.data, c.lora.rank, c.lora.alpha, seed)
+
+    def _train(self, lora: DeviceLoRA | None) -> None:
+        """Train these adapters, or the network's weights; the moments are zero and as many."""
+        self.lora, self.parameters = lora, self.network if lora is None else lora.flat
+        self._forget("base", "dpo", "nft", "ppo")
+        self.memory_of.drop("first", "second")
+        moments = (self.memory_of(name, self.parameters.data.shape) for name in ("first", "second"))
+        self.first, self.second = moments
+
+    def inventory(self) -> dict[str, int]:
+        """Bytes on the device of the weights and of what is trained, by kind; not those of the pictures, and
+        of the activations, which the graphs' pools hold.
+
+        network: weights, gradients, BF16 copy and FP4 twins; average: of the base training, or the base of
+        adapters; adapters: with their gradients; moments: of what is trained; old policy.
+        """
+        found = {"network": self.network.nbytes(), "average": self.average.nbytes(),
+                 "moments": self.first.nbytes + self.second.nbytes}  # fmt: skip
+        if self.lora is not None:
+            found["adapters"] = self.parameters.nbytes()
+        return found if self.old is None else found | {"old policy": self.old.nbytes()}
 
     def state(self) -> dict[str, np.ndarray]:
         p = self.parameters
-        arrays = give(p.to_host(), "policy") | give(self.average.to_host(), "ema")
+        arrays = give(self.network.to_host(), "policy") | give(self.average.to_host(), "ema")
+        if self.lora is not None:
+            arrays |= give(p.to_host(), "lora")
         for name, moment in (("first", self.first), ("second", self.second)):
             arrays |= give(p.state(moment), f"adam.{name}")
         return arrays if self.old is None else arrays | give(self.old.to_host(), "old")
 
     def restore(self, arrays: dict[str, np.ndarray], updates: int, aligning: bool) -> None:
-        stream, layout = self._stream(), self.parameters.layout
-        moments = {name: layout.pack(take(arrays, f"adam.{name}")) for name in ("first", "second")}
-        layout.pack(take(arrays, "ema"))  # nothing is written unless everything fits
+        stream, lora = self._stream(), self._adapters(aligning)
+        trained, own = (self.network, "policy") if lora is None else (lora.flat, "lora")
+        moments = {name: trained.layout.pack(take(arrays, f"adam.{name}")) for name in ("first", "second")}
+        self.network.layout.pack(take(arrays, "ema"))  # nothing is written unless everything fits
         if nft := aligning and self.config.align.objective == "nft":
-            layout.pack(take(arrays, "old"))
-        self.parameters.from_host(take(arrays, "policy"), stream)
+            trained.layout.pack(take(arrays, "old"))
+        trained.from_host(take(arrays, own), stream)
         self.average.from_host(take(arrays, "ema"), stream)
+        self._train(lora)
+        if lora is not None:
+            self._from_average(stream)
         device.write(self.first, moments["first"])
         device.write(self.second, moments["second"])
         self.updates, self._aligning, self._begun = updates, aligning, None
@@ -93,18 +127,25 @@ class CudaEngine(CudaPolicy, CudaSampler):
         stream = self._stream()
         if weights is not None:
             self.average.from_host(weights, stream)
-        device.assign(self.parameters.data, self.average.data)
-        self.parameters.refresh(stream)
-        self.average.refresh(stream)
-        zero = np.zeros(self.size, np.float32)
-        device.write(self.first, zero)
-        device.write(self.second, zero)
+        self.average.refresh(stream)  # its numbers alone were kept up to date
+        self._train(self._adapters(aligning=True))
+        self._from_average(stream)
         self.updates, self._aligning, self._begun = 0, True, None
         self._begin_old(self.config.align.objective == "nft")
-        self._forget("base")  # its pool is as large as a step of training
         self._base = None
         if self.loop is not None:
             self.loop.renew()
+
+    def _from_average(self, stream: int) -> None:
+        """The network's weights are the average, with the adapters where there are such."""
+        device.assign(self.network.data, self.average.data)
+        self.network.refresh(stream)
+        self._merge(stream)
+
+    def _merge(self, stream: int) -> None:
+        """The network's weights have the adapters, where there are such."""
+        if self.lora is not None:
+            self.lora.put(self.parameters.data, stream)
 
     # --------------------------------------------------------------------------------------- the optimizer
 
@@ -121,6 +162,8 @@ class CudaEngine(CudaPolicy, CudaSampler):
         constraint lets it.
         """
         scalars, squares = self.memory_of("scalars", (8,)), self.memory_of("squares", (1,), "float64")
+        if self.lora is not None:
+            self.lora.project(stream)
         cuda_optimizer.sum_of_squares(self.parameters.grad, squares, stream)
         cuda_optimizer.clip_scalars(squares, scalars, stream, limit=limit, norm=norm)
         if self.loop is None:
@@ -134,6 +177,7 @@ class CudaEngine(CudaPolicy, CudaSampler):
             betas=BETAS, **p.copies(),
         )  # fmt: skip
         p.refresh_padded(stream)
+        self._merge(stream)
 
     def _begin_old(self, nft: bool) -> None:
         """NFT's old policy, which begins as the policy; none for others."""

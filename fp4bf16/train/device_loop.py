@@ -22,6 +22,8 @@ from ..backends import cuda_diffusion
 from ..consistency import Consistency, Constraint
 from ..diffusion.noise import subseed
 from ..errors import ConfigError
+from ..nn.cuda.lora import DeviceLoRA
+from ..nn.cuda.parameters import DeviceParameters
 from ..nn.cuda.watch import Clock, Probe, Scales, watching
 from ..nn.tape import Variable
 from ..nn.unet import UNet2D
@@ -68,8 +70,9 @@ class CudaLoop(HostLoop):
     """The part of `CudaEngine` that a closed loop drives."""
 
     loop: ClosedLoop | None = None
-    lora = None
-    parameters: Any
+    lora: DeviceLoRA | None = None
+    network: DeviceParameters
+    parameters: DeviceParameters  # what is trained: the network's or the adapters'
     like: DeviceArray
     _own_track: str | None = "bf16"  # without a loop
     _mode: str = ""  # "step": a step's own forward and backward; "look": one that only looks; else neither
@@ -87,7 +90,7 @@ class CudaLoop(HostLoop):
         self._scales = None
         if loop is None:
             return
-        s, layout = loop.settings, self.parameters.layout
+        s, layout = loop.settings, self.network.layout
         check_routes({}, (), s.limit, s.forward)
         loop.constraint = ToldConstraint(s.limit, s.jump, s.cooldown)
         seed = subseed(self.config.seed, "loop")
@@ -119,7 +122,7 @@ class CudaLoop(HostLoop):
             scales.begin()
             with watching(scales, *more):
                 function(stream)
-            scales.end(self.parameters)
+            scales.end(self.network)
 
         if not chosen:
             super()._run(key, watched, routed=True)
@@ -153,10 +156,8 @@ class CudaLoop(HostLoop):
         """The layers' gradients where the norm of all is not finite; else none, for all of them are."""
         return {} if math.isfinite(self._norm) else self.gradients()
 
-    def gradients(self) -> dict[str, np.ndarray]:
-        """The gradient of each layer on the host, by the layer's name."""
-        found = self.parameters.state(self.parameters.grad)
-        return {n: found[n] for n in self.loop.router.layers if n in found}
+    def _gradient_views(self) -> dict[str, np.ndarray]:
+        return self.parameters.state(self.parameters.grad)
 
     def _learnt(self, once: Once, count: int, pictures: Callable[[], Pictures], average: Any) -> Any:
         """What `once` gives of all entries; with a loop the update is not in its graph, but follows."""
@@ -185,7 +186,7 @@ class CudaLoop(HostLoop):
         unet = self.model.unet
         if self._shadow is None:
             self._shadow = UNet2D(unet.config, seed=0)
-        self._shadow.load_state_dict(self.parameters.to_host())
+        self._shadow.load_state_dict(self.network.to_host())
         return self._shadow
 
     def _host_parameter(self, name: str) -> Any:
@@ -221,7 +222,8 @@ class CudaLoop(HostLoop):
         probe.read()
         scale = max(squared_error_scale(loss, outputs), 1e-30)
         squares = None
-        if not (some.own and bucket is None):  # Adam's moments are of another loss, or of all levels at once
+        # Adam's moments are of another loss, or of all levels at once
+        if self.lora is None and not (some.own and bucket is None):
             squares = {n: np.square(g, dtype=np.float64) for n, g in self.gradients().items()}
         loop.observe(
             loss=loss, batch=len(some.x0), outputs=outputs, squares=squares, bucket=bucket,

@@ -8,7 +8,8 @@ in which every schedule is a VP one (`Schedule.scaled`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +55,25 @@ class CudaPolicy(CudaLoop):
     def collect(self, seeds: Any, captions: Sequence[str], steps: int, track: str = "bf16") -> np.ndarray:
         """Pictures to learn from, as `HostPolicy.collect`."""
         if self.old is not None:
-            self._collecting = True
-            try:
-                with self.model.unet.using(self.old):
-                    return self.draw(seeds, captions, steps, track)
-            finally:
-                self._collecting = False
+            with self._as_old():
+                return self.draw(seeds, captions, steps, track)
         if self.config.align.objective == "ppo":
             return self.draw(seeds, captions, steps, track, sampler="ancestral", guidance=1.0)
         return self.draw(seeds, captions, steps, track)
+
+    @contextmanager
+    def _as_old(self) -> Iterator[None]:
+        """The network has the weights of the old policy."""
+        if self.lora is not None:  # in the same memory, which the same graphs read
+            with self.lora.using(self.old.data, self._stream()):
+                yield
+            return
+        self._collecting = True
+        try:
+            with self.model.unet.using(self.old):
+                yield
+        finally:
+            self._collecting = False
 
     def _run(self, key: tuple, function: Callable[[int], None], routed: bool = False) -> None:
         """The old policy has graphs of its own: a graph keeps the weights that it was captured with."""
@@ -183,10 +194,22 @@ class CudaPolicy(CudaLoop):
     def _phases(self) -> int:
         return self.config.model.unshuffle**2
 
+    def _others(self, weights: Sequence[DeviceParameters], *given: DeviceArray) -> list[DeviceArray]:
+        """What the network says with each of these; then it has the policy's weights."""
+        found = [self._by(one, *given) for one in weights]
+        self._merge(self._stream())
+        return found
+
     def _by(self, weights: DeviceParameters, x: DeviceArray, t: DeviceArray, bag: DeviceArray) -> DeviceArray:
-        """What the network says with other weights."""
-        with no_grad(), self.model.unet.using(weights):
-            return device.operand(self._forward(x, t, bag).data, "frozen")
+        """What the network says with the old policy's weights, or the average. Adapters are exchanged in the
+        network's own weights, and these left as they are then.
+        """
+        with no_grad():
+            if self.lora is not None:
+                self.lora.put(None if weights is self.average else weights.data, self._stream())
+                return device.operand(self._forward(x, t, bag).data, "frozen")
+            with self.model.unet.using(weights):
+                return device.operand(self._forward(x, t, bag).data, "frozen")
 
     # ---- DPO
     def _dpo(self, data: PairData, some: slice) -> dict[str, float]:
@@ -210,7 +233,7 @@ class CudaPolicy(CudaLoop):
         x, target = self._noised(pictures, row, self.memory_of("dpo eps", (2 * n, *shape)), t, stream)
         bag = self._bag(captions, worded, stream)
         anchor, errors, weight = (device.empty((2 * n,), "float64", self.like) for _ in range(3))
-        frozen = self._by(self.average, x, t, bag)
+        (frozen,) = self._others([self.average], x, t, bag)
         cuda_diffusion.squared_error(frozen, target, anchor, stream)
         output = self._forward(x, t, bag)
         prediction = device.operand(output.data, "output")
@@ -269,7 +292,7 @@ class CudaPolicy(CudaLoop):
         clean = device.empty(shape, "float32", self.like)
         cuda_diffusion.add_noise(pictures, row, eps, t, self.alpha_bar, "x0", stream, target=clean)
         bag = self._bag(captions, row, stream)
-        others = [self._by(weights, x, t, bag) for weights in (self.old, self.average)]
+        others = self._others([self.old, self.average], x, t, bag)
         output = self._forward(x, t, bag)
         raw, prediction = cuda_math.of(x).raw, device.operand(output.data, "output")
         ab = raw(self.memory_of("nft coefficients", (2, n)))
@@ -322,7 +345,7 @@ class CudaPolicy(CudaLoop):
     def _ppo_graph(self, stream: int, n: int) -> None:
         """`align.ppo.ppo_backward`, then the update."""
         b, c = self._step_buffers(n), self.config
-        frozen = self._by(self.average, b["x"], b["t"], b["bag"])
+        (frozen,) = self._others([self.average], b["x"], b["t"], b["bag"])
         output = self._forward(b["x"], b["t"], b["bag"])
         raw, prediction = cuda_math.of(frozen).raw, device.operand(output.data, "output")
         ours, theirs, live = raw(prediction), raw(frozen), raw(b["live"])
@@ -357,7 +380,9 @@ class CudaPolicy(CudaLoop):
         return found if self.old is None else found | {"old": self.old.data}
 
     def snapshot(self) -> DeviceSnapshot:
-        """A copy of what policy training changes, on the device: weights, moments, old policy, updates."""
+        """A copy of what policy training changes, on the device: weights or adapters, moments, old policy,
+        updates.
+        """
         copies = {}
         for name, array in self._changing().items():
             copies[name] = device.empty(array.shape, array.dtype, self.like, name)
@@ -371,6 +396,7 @@ class CudaPolicy(CudaLoop):
         for weights in (self.parameters, self.old):
             if weights is not None:
                 weights.refresh(self._stream())
+        self._merge(self._stream())
         self.updates = snapshot.updates
         self._end()
 

@@ -125,7 +125,7 @@ class HostLoop:
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The gradient of each layer that is trained, by the layer's name; of adapters both parts."""
-        views = self.parameters.views(self.parameters.grad)
+        views = self._gradient_views()
         if self.lora is None:
             return {n: views[n] for n in self.loop.router.layers if n in views}
         found: dict[str, np.ndarray] = {}
@@ -133,6 +133,10 @@ class HostLoop:
             parts = [views[f"{name}.{part}"].reshape(-1) for part in ("lora_down", "lora_up")]
             found[f"{name}.weight"] = np.concatenate(parts)
         return found
+
+    def _gradient_views(self) -> dict[str, np.ndarray]:
+        """The gradients of what is trained, on the host, by name."""
+        return self.parameters.views(self.parameters.grad)
 
     # ---- sampled steps ----
     def _observe(self, once: Once, count: int, pictures: Pictures) -> None:

@@ -119,11 +119,6 @@ def _setting(config: Config, name: str) -> Any:
 
 def check_device(config: Config, device: str) -> None:
     """`ConfigError` for what a run of `config` needs and `device` does not have."""
-    if device == "cuda" and config.align.parameters == "lora":
-        raise ConfigError(
-            "align.parameters: is lora, but adapters have no kernels on the GPU yet; use full, or "
-            "--device cpu"
-        )
     if device == "cuda" and config.align.workers:
         raise ConfigError(
             f"align.workers: is {config.align.workers}, but a GPU explores in this process alone; use 0"

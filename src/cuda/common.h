@@ -39,7 +39,7 @@ int64_t branch_workspace(const fp4bf16_quantize_args& args);
 fp4bf16_status quantize_branch(const fp4bf16_quantize_args& args, cudaStream_t stream);
 
 inline int64_t size_of(fp4bf16_dtype dtype) { return dtype == FP4BF16_FLOAT32 ? 4 : 2; }
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Every check returns its failure at once.
 #define FP4BF16_TRY(expression)                      \

@@ -30,7 +30,7 @@ extern "C" {
 /* cffi: begin */
 
 /* Raised whenever a declaration below changes its meaning or its arguments. */
-enum { FP4BF16_ABI_VERSION = 5 };
+enum { FP4BF16_ABI_VERSION = 6 };
 
 typedef enum fp4bf16_status {
     FP4BF16_OK = 0,

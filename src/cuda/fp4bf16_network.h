@@ -317,6 +317,30 @@ FP4BF16_API fp4bf16_status fp4bf16_adamw(const fp4bf16_adamw_args* args, void* s
 FP4BF16_API fp4bf16_status fp4bf16_clip_scalars(const double* squares, const double* loss, double limit,
                                                 float* scalars, double* norm_out, void* stream);
 
+/* Low-rank adapters of `layer_count` weights, each a matrix (rows, columns), by adapters up (rows, rank) and
+ * down (rank, columns); FP32, products and sums in FP64 in a fixed order, the result rounded once.
+ * lora_merge: weights = base + scale up down (adapters NULL: weights = base); weights may be base.
+ * lora_gradient, G being the gradient in the weights: adapters_gradient = scale G down^T for up, and scale
+ * up^T G for down. `layers` (device, int64 (layer_count, 8)), in ascending order of: first unit of lora_merge
+ * and of lora_gradient over all layers, each taking fp4bf16_lora_units(rows, columns, gradient) of them;
+ * rows; columns; offset of the weight in base, weights and gradient; offsets of down and of up in adapters
+ * and adapters_gradient; 1 where these are stored transposed, down (columns, rank) and up (rank, rows), else
+ * 0. Nothing else is read or written. */
+typedef struct fp4bf16_lora_args {
+    int64_t layer_count, units; /* units of all layers together, of the function that is called */
+    int64_t rank;
+    const int64_t* layers;
+    const float* base;
+    const float* adapters;
+    float* weights;
+    const float* gradient;
+    float* adapters_gradient;
+    double scale; /* alpha / rank */
+} fp4bf16_lora_args;
+FP4BF16_API int64_t fp4bf16_lora_units(int64_t rows, int64_t columns, int32_t gradient); /* host; -1: bad */
+FP4BF16_API fp4bf16_status fp4bf16_lora_merge(const fp4bf16_lora_args* args, void* stream);
+FP4BF16_API fp4bf16_status fp4bf16_lora_gradient(const fp4bf16_lora_args* args, void* stream);
+
 /* cffi: end */
 
 #ifdef __cplusplus

@@ -7,7 +7,7 @@ further sets of the same `Layout` (`clone`), each with its own copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,9 +78,7 @@ class Layout:
         self.alike: dict[int, Alike] = {}
         self.twin_size = self.scale_size = 0
         self._place_twins([n for n, shape in self.shapes.items() if quantised(n) and takes_twin(shape)])
-        entries = [self._entry(name, shape) for name, shape in self.shapes.items()]
-        tensors, units = cuda_optimizer.tensor_table(entries)
-        self.table = Table(device.from_host(tensors, like, "tensors"), units)
+        self.table = self.table_of(self.shapes, like)
 
     def _place_twins(self, names: list[str]) -> None:
         by_length: dict[int, list[str]] = {}
@@ -94,6 +92,11 @@ class Layout:
             self.alike[k] = Alike(twin, scale, rows)
             self.twin_size += _rounded(rows * k, _TWIN)
             self.scale_size += _rounded(rows, _SCALES)
+
+    def table_of(self, names: Iterable[str], like: DeviceArray) -> Table:
+        """What the optimizer's kernel walks over for these parameters alone."""
+        tensors, units = cuda_optimizer.tensor_table(self._entry(n, self.shapes[n]) for n in names)
+        return Table(device.from_host(tensors, like, "tensors"), units)
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> Entry:
         if name not in self.twins:
@@ -145,6 +148,7 @@ class DeviceParameters:
         like: an array on the GPU, which says where and whose memory this is.
         quantised: name -> whether that weight gets a twin; by default all of whole blocks of 16 do.
         grad: whether to make `grad`, zero.
+        copies: whether there are BF16 copy and twins; without them nothing can run with these weights.
 
     Attributes: layout; data, grad (float32), bf16: flat arrays of the same offsets, zero between parameters;
     twin (uint8, E4M3 bytes of code * block scale), twin_scale (float32, one a row). The copies are zero until
@@ -152,38 +156,41 @@ class DeviceParameters:
     """
 
     def __init__(self, flat: FlatParameters, like: Any, quantised: Callable[[str], bool] = lambda name: True,
-                 grad: bool = True):  # fmt: skip
+                 grad: bool = True, copies: bool = True):  # fmt: skip
         if flat.data.dtype != np.float32:
             raise DTypeError(f"DeviceParameters: the parameters are {flat.data.dtype}, but float32 is "
                              f"needed; convert them with module.to('float32')")  # fmt: skip
         like = device.operand(like, "like")
         with device.on(like):
             data = device.from_host(np.array(flat.data), like, "data")
-            self._make(Layout(flat, like, quantised), data, grad)
+            self._make(Layout(flat, like, quantised), data, grad, copies)
 
-    def _make(self, layout: Layout, data: DeviceArray, grad: bool) -> None:
+    def _make(self, layout: Layout, data: DeviceArray, grad: bool, copies: bool) -> None:
         def zeros(size: int, dtype: str, name: str) -> DeviceArray:
             return device.full((size,), 0, dtype, like=data, name=name)
 
-        self.layout, self.data = layout, data
+        self.layout, self.data, self.copied = layout, data, copies
         self.grad = zeros(layout.size, "float32", "grad") if grad else None
-        self.bf16 = zeros(layout.size, "bfloat16", "bf16")
-        self.twin = zeros(layout.twin_size, "uint8", "twin")
-        self.twin_scale = zeros(layout.scale_size, "float32", "twin_scale")
+        self.bf16 = zeros(layout.size * copies, "bfloat16", "bf16")
+        self.twin = zeros(layout.twin_size * copies, "uint8", "twin")
+        self.twin_scale = zeros(layout.scale_size * copies, "float32", "twin_scale")
         self.version = 0  # how often `data` has changed, as far as the host knows
         self._views: dict[tuple, DeviceArray] = {}
         self._padded: dict[tuple, DeviceArray] = {}
         self._phases: dict[str, Phases] = {}
 
-    def clone(self, stream: int = 0, grad: bool = False) -> DeviceParameters:
-        """Another set of the same layout with the same numbers, its copies made."""
+    def clone(self, stream: int = 0, grad: bool = False, copies: bool = True) -> DeviceParameters:
+        """Another set of the same layout with the same numbers, its copies made where these have some and
+        `copies` is true.
+        """
+        copies = copies and self.copied
         made = object.__new__(DeviceParameters)
         with device.ordered("clone", stream, (self.data,)) as handle:
             data = device.empty(self.data.shape, "float32", like=self.data, name="data")
             device.assign(data, self.data)
-            made._make(self.layout, data, grad)
+            made._make(self.layout, data, grad, copies)
             made.refresh(handle)
-            for name in self._phases:
+            for name in self._phases if copies else ():
                 made.phases_of(name, handle)
         return made
 
@@ -273,6 +280,11 @@ class DeviceParameters:
         cuda_optimizer.refresh(made.table, made.data, stream, bf16=made.bf16, twin=made.twin,
                                twin_scale=made.twin_scale)  # fmt: skip
 
+    def nbytes(self) -> int:
+        """Memory of the numbers, the gradients and all copies."""
+        flat = self.data, self.grad, self.bf16, self.twin, self.twin_scale, *self._padded.values()
+        return sum(x.nbytes for x in flat if x is not None) + self.phase_bytes()
+
     def phase_bytes(self) -> int:
         """Memory of all weights by phases with their copies."""
         return sum(x.nbytes for made in self._phases.values() for x in made[:4])
@@ -298,9 +310,10 @@ class DeviceParameters:
                 self.layout.twins[name][1] - scale)  # fmt: skip
 
     # ---- kernels
-    def refresh(self, stream: int = 0) -> None:
-        """Make the copies anew from `data`."""
-        cuda_optimizer.refresh(self.layout.table, self.data, stream, **self.copies())
+    def refresh(self, stream: int = 0, table: Table | None = None) -> None:
+        """Make the copies anew from `data`; table: of what has changed (`Layout.table_of`), None: all."""
+        if copies := self.copies():
+            cuda_optimizer.refresh(table or self.layout.table, self.data, stream, **copies)
         self.refresh_padded(stream)
 
     def refresh_padded(self, stream: int = 0) -> None:
