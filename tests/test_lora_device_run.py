@@ -106,7 +106,8 @@ def test_base_training_is_as_without_adapters(gpu):  # noqa: F811
 
 
 def test_run_stops_and_goes_on_to_the_same_bytes(gpu, tmp_path, monkeypatch):  # noqa: F811
-    config, real = tiny("align.parameters=lora", "lora.rank=2", "base.steps=2", "align.iterations=2"), Run.done
+    more = "align.parameters=lora", "lora.rank=2", "base.steps=2", "align.iterations=2"
+    config, real = tiny(*more), Run.done
     train(config, tmp_path / "whole", said(), "cuda")
 
     def done(self, at, save=False):
