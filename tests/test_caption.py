@@ -1,6 +1,9 @@
 """EfficientNet-Lite0 with its packaged weights, and the two measures of how well a picture fits a caption."""
 
+import io
+import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,10 +12,12 @@ from fp4bf16.align import caption, efficientnet
 from fp4bf16.align.caption import CaptionJudge, CaptionRidge, Words, known_pictures
 from fp4bf16.align.classes import half
 from fp4bf16.align.measures import Captioned, Learning, PanelData
-from fp4bf16.align.panel import Panel
+from fp4bf16.align.panel import Panel, Trainer
 from fp4bf16.backends import threads
 from fp4bf16.errors import CheckpointError, ConfigError, ShapeError
 from fp4bf16.train import data
+from fp4bf16.train.judging import train_judges
+from fp4bf16.train.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -314,12 +319,38 @@ def test_the_judge_is_a_function_of_the_seed(few):
 def test_a_panel_of_captions(remembering, few):
     made = Panel.parse("caption")
     trainers = made.trainers(few, Learning(steps=3, batch=8))
-    assert [(t.name, t.steps) for t in trainers] == [("caption/reward", 1), ("caption/heldout", 3)]
-    counts = []
+    looks = 2 * math.ceil(len(known_pictures(few, "reward")) / 8)  # at both styles, eight pictures at a time
+    assert [(t.name, t.steps) for t in trainers] == [("caption/reward", looks), ("caption/heldout", 3)]
+    told = []
     for trainer in trainers:
-        counts.append([])
-        trainer(lambda step, loss: counts[-1].append(step))
-    assert [len(c) for c in counts] == [t.steps for t in trainers]
+        told.append([])
+        loss = trainer(lambda step, loss: told[-1].append((step, loss)))["loss"]
+        if trainer is trainers[0]:
+            assert told[0][-1] == (looks - 1, loss) and all(math.isnan(x) for _, x in told[0][:-1])
+    assert [[step for step, _ in each] for each in told] == [list(range(t.steps)) for t in trainers]
     known = few.test
     assert made.reward(known.winners, known.captions).shape == (len(known),)
     assert made.heldout(known.winners, known.captions).dtype == np.float64 and made.parts[0].unit == "cosine"
+
+
+def test_progress_of_what_has_no_loss_yet():
+    """Every step is a line, from the first on; a loss that is not known is not shown."""
+    out, logged = io.StringIO(), []
+
+    def run(on_step):
+        for step, loss in enumerate((math.nan, math.nan, 0.25)):
+            on_step(step, loss)
+        return {"loss": 0.25}
+
+    trainer = Trainer("caption/reward", 3, run)
+    state = SimpleNamespace(
+        config=SimpleNamespace(judge=SimpleNamespace(steps=3, batch=8, width=8), seed=0), step=0, results={},
+        panel=SimpleNamespace(trainers=lambda *_: [trainer], name="caption"), stop=SimpleNamespace(asked=0),
+        task=SimpleNamespace(panel_data=lambda: None), progress=Progress(out, every=0.0),
+        log=lambda **values: logged.append(values), done=lambda *_, **__: None, enter=lambda _: None,
+    )  # fmt: skip
+    train_judges(state)
+    shown = out.getvalue().splitlines()
+    assert shown == ["judges: reward caption, 3 steps of 8 pictures", "judges: 1/3", "judges: 2/3",
+                     "judges: 3/3  loss 0.25"]  # fmt: skip
+    assert [line["judge"] for line in logged] == ["caption/reward"]

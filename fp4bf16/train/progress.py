@@ -64,7 +64,7 @@ class Progress:
         if now - self._said >= self.every or self._done == self._total:
             self._said = now
             shown = ", ".join(f"{k} {_short(v)}" for k, v in values.items())
-            self.say(f"{self._name}: {self._done}/{self._total}  {shown}")
+            self.say(f"{self._name}: {self._done}/{self._total}  {shown}".rstrip())
 
     def end(self) -> None:
         """Close the bar of the stage."""
