@@ -180,6 +180,6 @@ def test_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
         with pytest.raises(Stopped):
             train(config, tmp_path / name, said(), "cuda")
         monkeypatch.setattr(Run, "done", real)
-        assert train(config, tmp_path / name, said(), later)["unhealthy"] == 0
+        assert train(config, tmp_path / name, said(), later)["pictures"] == 24
     whole, parted = ((tmp_path / n / "checkpoint.safetensors").read_bytes() for n in ("whole", "parted"))
     assert whole == parted
