@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from ..device import DeviceArray
+from ..errors import ShapeError
 from ..formats import Format
 from . import cuda
 from .cuda_tape import call, empty
@@ -31,6 +32,16 @@ ALIGNMENT = 16  # bytes, of addresses and strides
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def condition(run_if: DeviceArray | None) -> int:
+    """The address of a launch's condition, one int32 on the device; 0 for none."""
+    if run_if is None:
+        return 0
+    if run_if.dtype != "int32" or run_if.size != 1:
+        raise ShapeError(f"run_if has dtype {run_if.dtype} and shape {run_if.shape}, but one int32 is "
+                         f"needed; pass the flag of a certificate")  # fmt: skip
+    return run_if.address
 
 
 # ---- operands ----------------------------------------------------------------------------------------------
@@ -219,13 +230,16 @@ def filled(name: str, values: dict[str, Any]) -> Any:
 # ---- the product -------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class Finish:
-    """The epilogue of a product; `residual` as matrices with `k` columns."""
+    """The epilogue of a product; `residual` as matrices with `k` columns. run_if: (1,) int32; nothing is done
+    where it is 0 when the kernel starts.
+    """
 
     bias: DeviceArray | None = None
     activation: str | None = None
     residual: Matrices | None = None
     alpha: float = 1.0
     accumulate: str = "promoted"
+    run_if: DeviceArray | None = None
 
 
 def _batch(lead: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, int, int] | None:
@@ -260,6 +274,7 @@ class Product:
             "m": d.rows, "n": d.k, "d_dtype": DTYPES[d.array.dtype], "d_stride": max(d.row_stride, d.k),
             "alpha": finish.alpha, "activation": ACTIVATIONS[finish.activation],
             "accumulate": ACCUMULATE[finish.accumulate],
+            "run_if": condition(finish.run_if),
         }  # fmt: skip
         if finish.bias is not None:
             self.fields |= {"bias": finish.bias.address, "bias_dtype": DTYPES[finish.bias.dtype]}

@@ -7,12 +7,12 @@ spaced. Nothing is checked here that the library checks, and nothing is converte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..device import DeviceArray
 from ..errors import ShapeError
 from . import cuda
-from .cuda_gemm import ACTIVATIONS, filled
+from .cuda_gemm import ACTIVATIONS, condition, filled
 from .cuda_tape import call, empty
 
 
@@ -56,7 +56,8 @@ def group_norm(
     packed: DeviceArray | None = None, block_scale: DeviceArray | None = None,
     outer_scale: DeviceArray | None = None, mean: DeviceArray | None = None, rstd: DeviceArray | None = None,
     sums: Sequence[DeviceArray] | None = None,
-) -> None:  # fmt: skip
+    norms: DeviceArray | Callable[[int], DeviceArray] | None = None, run_if: DeviceArray | None = None,
+) -> DeviceArray | None:  # fmt: skip
     """y = (x - mean) * rstd * gamma + beta over each group, through SiLU with `silu`; any of the results.
 
     Args:
@@ -67,6 +68,9 @@ def group_norm(
         sums: one or two (N, parts, channels, 2) float32, of the first channels of x and of the others: the
             sums and the sums of squares over parts of an image's pixels, as `conv2d` writes them. x is then
             read once. None: the statistics are computed from x.
+        norms: float32 (parts, 2), or a function of the number of parts that gives it; becomes upper bounds of
+            the sums of (y - decoded)^2 and of decoded^2, y being rounded to bfloat16. It is returned.
+        run_if: (1,) int32; nothing is done where it is 0 when the kernel starts.
     """
     fields = _pictures(_shape(x, groups, silu), x=x, y=y)
     fields = _arrays(fields, gamma=gamma, beta=beta, expanded=expanded, packed=packed,
@@ -76,7 +80,12 @@ def group_norm(
         fields |= {"sums": (*(s.address for s in sums), *pad),
                    "sum_parts": (*(s.shape[1] for s in sums), *pad),
                    "sum_channels": (*(s.shape[2] for s in sums), *pad)}  # fmt: skip
-    _launch("group_norm", fields | {"eps": eps}, x, stream)
+    fields |= {"eps": eps, "run_if": condition(run_if)}
+    if callable(norms):
+        parts = int(cuda.load().lib.fp4bf16_group_norm_norm_parts(filled("fp4bf16_group_norm_args", fields)))
+        norms = norms(parts)
+    _launch("group_norm", _arrays(fields, norms=norms), x, stream)
+    return norms
 
 
 def group_norm_backward(

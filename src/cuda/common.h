@@ -17,6 +17,10 @@ fp4bf16_status cuda_result(cudaError_t error, const char* where);
 fp4bf16_status check_matrix(const char* function, const char* name, const void* pointer, int64_t rows,
                             int64_t k, int64_t stride, int64_t alignment);
 fp4bf16_status check_pointer(const char* function, const char* name, const void* pointer, int64_t alignment);
+// A condition of a launch: NULL, or one number.
+inline fp4bf16_status check_run_if(const char* function, const int32_t* run_if) {
+    return run_if == nullptr ? FP4BF16_OK : check_pointer(function, "run_if", run_if, alignof(int32_t));
+}
 fp4bf16_status check_dtype(const char* function, fp4bf16_dtype dtype);
 fp4bf16_status check_range(const char* function, const char* name, int64_t value, int64_t least,
                            int64_t most);
@@ -26,6 +30,8 @@ fp4bf16_status check_groups(const char* function, int64_t mid, int64_t inner);
 
 // Compute capability of the current device.
 fp4bf16_status compute_capability(const char* function, int* major, int* minor);
+// Its multiprocessors.
+fp4bf16_status multiprocessor_count(const char* function, int* count);
 
 // gemm.cu: every argument of `in` checked; `out` is the same without a 0 that reads as 1.
 fp4bf16_status check_gemm(const char* function, const fp4bf16_gemm_args& in, fp4bf16_gemm_args* out);

@@ -122,6 +122,18 @@ fp4bf16_status check_groups(const char* function, int64_t mid, int64_t inner) {
 }
 
 // The two attributes are asked once a device: a launch then costs one cudaGetDevice, which makes no context.
+fp4bf16_status multiprocessor_count(const char* function, int* count) {
+    constexpr int kKnown = 64;
+    static std::atomic<int> known[kKnown];
+    int device = 0;
+    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), function));
+    *count = device < kKnown ? known[device].load(std::memory_order_relaxed) : 0;
+    if (*count > 0) return FP4BF16_OK;
+    FP4BF16_TRY(cuda_result(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), function));
+    if (device < kKnown) known[device].store(*count, std::memory_order_relaxed);
+    return FP4BF16_OK;
+}
+
 fp4bf16_status compute_capability(const char* function, int* major, int* minor) {
     constexpr int kKnown = 64;              // devices with a place in the table; others are asked each time
     static std::atomic<int> known[kKnown];  // 1000 * major + minor, 0 = not asked yet

@@ -6,6 +6,10 @@
  * nothing, never synchronise, can be captured in a CUDA graph, and run on the thread's current device.
  * Pointers are to device memory unless they say "host". No call leaves a CUDA error behind for the next one.
  *
+ * `run_if`, where there is one, is NULL or one number on the device: the launch reads and writes nothing else
+ * where that is 0 once all work before it on the stream is done. The host does not wait, so that a graph
+ * decides anew at each replay.
+ *
  * A matrix is (rows, k), the last axis contiguous; FP4 goes two codes a byte, the low nibble is the even k.
  */
 #ifndef FP4BF16_H
@@ -211,6 +215,7 @@ typedef struct fp4bf16_gemm_args {
     int64_t row_scale_batch_stride, col_scale_batch_stride, residual_batch_stride, d_batch_stride;
     fp4bf16_accumulate accumulate;
     int32_t config; /* 0: chosen by shape; else the number of a configuration, from 1 */
+    const int32_t* run_if; /* NULL: always; see above */
 } fp4bf16_gemm_args;
 FP4BF16_API fp4bf16_status fp4bf16_gemm(const fp4bf16_gemm_args* args, void* stream);
 /* The same by a short kernel that runs on every GPU: what the fast one is checked with. */

@@ -61,6 +61,7 @@ typedef struct fp4bf16_conv2d_args {
      * at most 8 taps. 3x3 with padding 1 on the large pictures is 2x2 with top = left = 1 on the small ones,
      * W from fp4bf16_phase_weights. */
     int32_t phases;
+    const int32_t* run_if; /* NULL: always; see fp4bf16.h */
 } fp4bf16_conv2d_args;
 /* Host. Parts of `sums`, for BF16 results; 0: none for these operands, and group_norm makes its own. The
  * alignment of d and its strides count, as does the configuration: ask with the arguments of the launch. */
@@ -133,7 +134,17 @@ typedef struct fp4bf16_group_norm_args {
      * none), (n, sum_parts[i], sum_channels[i], 2). sums[0] NULL: the statistics are computed here. */
     const float* sums[2];
     int64_t sum_parts[2], sum_channels[2];
+    /* NULL: not wanted; with expanded or packed. (fp4bf16_group_norm_norm_parts(), 2): over the elements
+     * of each part the sums of (y - Y)^2 and of Y^2, y being the BF16 results and Y what their codes decode
+     * to, the outer scale included; |y|_F is at most the sum of both roots. Both are upper bounds that hold
+     * FP32's rounding: the second is otherwise the sum, the first up to 9/8 of it and 9/64 of each block's
+     * squared scale more, about 1.32 times the sum on Gaussian data. Infinite where a block is not finite. */
+    float* norms;
+    const int32_t* run_if; /* NULL: always; see fp4bf16.h */
 } fp4bf16_group_norm_args;
+/* Host. Parts of `norms`, each element in one; -1: bad arguments. The device counts, as do addresses, strides
+ * and which results are wanted: ask with the arguments of the launch, norms itself being NULL or not. */
+FP4BF16_API int64_t fp4bf16_group_norm_norm_parts(const fp4bf16_group_norm_args* args);
 FP4BF16_API int64_t fp4bf16_group_norm_workspace_size(const fp4bf16_group_norm_args* args); /* host; -1 */
 FP4BF16_API fp4bf16_status fp4bf16_group_norm(const fp4bf16_group_norm_args* args, void* stream);
 
@@ -159,6 +170,34 @@ typedef struct fp4bf16_group_norm_backward_args {
 FP4BF16_API int64_t fp4bf16_group_norm_backward_workspace_size(const fp4bf16_group_norm_backward_args* args);
 FP4BF16_API fp4bf16_status fp4bf16_group_norm_backward(const fp4bf16_group_norm_backward_args* args,
                                                        void* stream);
+
+/* The certificate of one FP4 product from norms: the bound and the accumulation of fp4bf16.certify, for the
+ * linear part before bias and residual, in double, rounded up. What is not finite or cannot be proven is
+ * infinite. X: the activations, BF16; X^, W^: what is multiplied. */
+typedef struct fp4bf16_certificate_args {
+    const float* norms; /* (norm_parts, 2) of fp4bf16_group_norm; or NULL and */
+    int64_t norm_parts;
+    const double* sums; /* (sum_rows, 3) of fp4bf16_quantize */
+    int64_t sum_rows;
+    /* (8,) upper bounds: |W|_F, |W^|_F, the largest singular values of W, W^ and W - W^, the largest outer
+     * scale of W^; 0, 0. Infinite where nothing is proven. */
+    const float* weight;
+    const float* outer_scale;     /* (1,) of X^; NULL: what subnormal E4M3 bytes of X^ can add is in `gain` */
+    int64_t k, columns, elements; /* length of the sums; columns and elements of the result */
+    float factor;                 /* on norms of X: fp4bf16.certify.conv_factor, 1 for a product */
+    float gain;                   /* accumulation adds gain |X^|_F |W^|_F to FP32's: the FP8 tensor cores' */
+    fp4bf16_dtype output;         /* of the result, which is rounded to it */
+    float slope;                  /* largest of the activation that follows */
+    /* Floats, square_stride apart, whose sum is |result|_F^2: of fp4bf16_conv2d's sums every second from the
+     * second on. NULL: the ratio is infinite and |result| 0. */
+    const float* squares;
+    int64_t square_count, square_stride;
+    float threshold; /* under 0: none */
+    float* out;      /* (4,): bound, accumulation, (bound + accumulation) / |result|_F, |result|_F */
+    int32_t* flag;   /* (1,) 1 where the ratio is over threshold (NaN is), else 0; NULL: not wanted */
+    int32_t* counts; /* (2,) calls and flags, added to; NULL: not wanted */
+} fp4bf16_certificate_args;
+FP4BF16_API fp4bf16_status fp4bf16_certificate(const fp4bf16_certificate_args* args, void* stream);
 
 /* out = softmax(scale q k^T) v for every image and head, BF16, sums in FP32, probabilities rounded to BF16.
  * Token t, head h of image i lies at i * strides[0] + t * strides[1] + h * strides[2]. causal: key j is seen
@@ -189,7 +228,7 @@ FP4BF16_API fp4bf16_status fp4bf16_attention_backward(const fp4bf16_attention_ar
 /* Each pixel of x (n, h, w, c) as a 2 x 2 patch of y (n, 2h, 2w, c); elements of 1 or 2 bytes, copied. */
 FP4BF16_API fp4bf16_status fp4bf16_upsample(const void* x, int32_t element_bytes, int64_t n, int64_t h,
                                             int64_t w, int64_t c, const int64_t x_strides[3], void* y,
-                                            const int64_t y_strides[3], void* stream);
+                                            const int64_t y_strides[3], const int32_t* run_if, void* stream);
 /* Its adjoint: the sum of each 2 x 2 patch of g (n, 2h, 2w, c) BF16, + add (NULL: none), rounded once. */
 FP4BF16_API fp4bf16_status fp4bf16_upsample_backward(const void* g, int64_t n, int64_t h, int64_t w,
                                                      int64_t c, const int64_t g_strides[3], const void* add,
@@ -201,7 +240,8 @@ FP4BF16_API fp4bf16_status fp4bf16_upsample_backward(const void* g, int64_t n, i
 FP4BF16_API fp4bf16_status fp4bf16_patches(const void* x, fp4bf16_dtype dtype, int64_t n, int64_t h,
                                            int64_t w, int64_t c, const int64_t x_strides[3], int64_t oh,
                                            int64_t ow, int64_t kh, int64_t kw, int64_t stride, int64_t top,
-                                           int64_t left, void* out, int64_t width, void* stream);
+                                           int64_t left, void* out, int64_t width, const int32_t* run_if,
+                                           void* stream);
 /* A convolution of stride 1 to few outputs: out (n, oh, ow, o) FP32 = the sum over c, then over r, s in that
  * order, of x[p - top + r, q - left + s, c] * weight[o, r, s, c], + bias (o,), NULL: none. x (n, h, w, c)
  * BF16 in rows of 16 bytes, c a multiple of 8 up to 1024; weight BF16, contiguous, o * kh * kw at most 64. */
@@ -209,7 +249,8 @@ FP4BF16_API fp4bf16_status fp4bf16_conv2d_few(const void* x, int64_t n, int64_t 
                                               const int64_t x_strides[3], const void* weight, int64_t oh,
                                               int64_t ow, int64_t o, int64_t kh, int64_t kw, int64_t top,
                                               int64_t left, const float* bias, float* out,
-                                              const int64_t out_strides[3], void* stream);
+                                              const int64_t out_strides[3], const int32_t* run_if,
+                                              void* stream);
 /* For its gradients: y (n, h, w, width) BF16 = g[p + top - r, q + left - s][o] of g (n, oh, ow, o) FP32 or
  * BF16, in the order (o, kh, kw); zeros and width as of patches. */
 FP4BF16_API fp4bf16_status fp4bf16_spread_taps(const void* g, fp4bf16_dtype dtype, int64_t n, int64_t oh,

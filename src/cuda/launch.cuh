@@ -95,4 +95,13 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
+// First of all in a kernel whose arguments have a `run_if`: true where the launch shall do nothing. It is
+// read once the kernels before have written it, past what L1 may hold, and is the same in every thread of the
+// grid: all thread blocks of a cluster leave together, owing one another no arrival and no copy.
+__device__ inline bool skipped(const int32_t* run_if) {
+    if (run_if == nullptr) return false;
+    wait_for_previous();
+    return *static_cast<const volatile int32_t*>(run_if) == 0;
+}
+
 }  // namespace fp4bf16

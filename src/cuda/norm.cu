@@ -188,6 +188,12 @@ fp4bf16_status check_forward(const fp4bf16_group_norm_args& a) {
     FP4BF16_TRY(check_floats(f, "mean", a.mean, true));
     FP4BF16_TRY(check_floats(f, "rstd", a.rstd, true));
     if (a.y != nullptr) FP4BF16_TRY(check_picture(f, a, "y", a.y, a.y_image, a.y_pixel, true));
+    FP4BF16_TRY(check_floats(f, "norms", a.norms, true));
+    FP4BF16_TRY(check_run_if(f, a.run_if));
+    if (a.norms != nullptr && !gives_fp4(a))
+        return fail(FP4BF16_INVALID_ARGUMENT,
+                    "group_norm: norms is given, but neither expanded nor packed is, whose error it is; pass "
+                    "one of them, or NULL");
     if (!gives_fp4(a)) return FP4BF16_OK;
     if (a.c % 16 != 0)
         return fail(FP4BF16_INVALID_ARGUMENT,
@@ -197,6 +203,28 @@ fp4bf16_status check_forward(const fp4bf16_group_norm_args& a) {
         return fail(FP4BF16_INVALID_ARGUMENT, "group_norm: block_scale is NULL, but packed needs it");
     return check_floats(f, "outer_scale", a.outer_scale, false);
 }
+
+// Kernels of a forward, the first that takes the shape and the addresses.
+struct ForwardWay {
+    enum { kApply, kSlabs, kTiles, kSimple } way;
+    ApplyPlan apply;
+    NormSlabs slabs;
+    NormPlan tiles;
+
+    ForwardWay(const fp4bf16_group_norm_args& a, bool clusters) : way(kSimple), apply(), slabs(), tiles() {
+        if (a.sums[0] != nullptr)
+            way = apply_plan(a, &apply) ? kApply : kSimple;
+        else
+            way = forward_slabs(a, &slabs) ? kSlabs : forward_plan(a, clusters, &tiles) ? kTiles : kSimple;
+    }
+
+    // Thread blocks that write FP4 results, each its part of `norms`.
+    int64_t parts(const fp4bf16_group_norm_args& a) const {
+        if (way == kApply) return norm_apply_parts(a, apply);
+        if (way == kSlabs) return a.n * ceil_div(slabs.slabs, slabs.teams) * slabs.parts;
+        return way == kTiles ? tiles.blocks * tiles.tiles * tiles.parts : norm_simple_parts(a);
+    }
+};
 
 // ---- backward
 // Two rows of partial sums an image at most, and what the kernels for any shape pass in memory.
@@ -245,6 +273,20 @@ extern "C" int64_t fp4bf16_group_norm_workspace_size(const fp4bf16_group_norm_ar
     return check_numbers("group_norm", *args) == FP4BF16_OK ? forward_workspace(*args) : -1;
 }
 
+extern "C" int64_t fp4bf16_group_norm_norm_parts(const fp4bf16_group_norm_args* args) {
+    const char* f = "group_norm_norm_parts";
+    if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "%s: args is NULL", f), -1;
+    if (check_numbers(f, *args) != FP4BF16_OK) return -1;
+    if (args->c % 16 != 0)
+        return fail(FP4BF16_INVALID_ARGUMENT, "%s: c is %lld, but FP4 results need a multiple of 16", f,
+                    static_cast<long long>(args->c)),
+               -1;
+    if (empty(*args)) return 0;
+    int major = 9, minor = 0;  // without a device: Hopper's
+    if (compute_capability(f, &major, &minor) != FP4BF16_OK) major = 9;
+    return ForwardWay(*args, major >= 9).parts(*args);
+}
+
 extern "C" fp4bf16_status fp4bf16_group_norm(const fp4bf16_group_norm_args* args, void* stream) {
     if (args == nullptr) return fail(FP4BF16_INVALID_ARGUMENT, "group_norm: args is NULL");
     NormJob job{};
@@ -259,10 +301,11 @@ extern "C" fp4bf16_status fp4bf16_group_norm(const fp4bf16_group_norm_args* args
     FP4BF16_TRY(compute_capability("group_norm", &major, &minor));
     const auto s = static_cast<cudaStream_t>(stream);
     const bool given = job.a.sums[0] != nullptr;
-    if (ApplyPlan plan; given && apply_plan(job.a, &plan)) return norm_apply(job.a, plan, s);
-    if (NormSlabs slabs; !given && forward_slabs(job.a, &slabs))
-        return norm_slab_forward({job.a, slabs, 0.0f}, s);
-    if (!given && forward_plan(job.a, major >= 9, &job.plan)) return norm_forward(job, s);
+    const ForwardWay way(job.a, major >= 9);
+    if (way.way == ForwardWay::kApply) return norm_apply(job.a, way.apply, s);
+    if (way.way == ForwardWay::kSlabs) return norm_slab_forward({job.a, way.slabs, 0.0f}, s);
+    job.plan = way.tiles;
+    if (way.way == ForwardWay::kTiles) return norm_forward(job, s);
     float *mean = job.a.mean, *rstd = job.a.rstd;
     if (mean == nullptr || rstd == nullptr) {
         FP4BF16_TRY(check_pointer("group_norm", "workspace", job.a.workspace, alignof(float)));

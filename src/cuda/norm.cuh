@@ -31,6 +31,10 @@ struct NormPlan {
     uint32_t by_chunks, by_rows, by_pairs, by_double_rows, by_units;  // see `divided`; units of a group
 };
 
+// Kernels are made twice: what certificates need (run_if, norms of FP4 results) costs the others nothing, not
+// even another order of their instructions.
+inline bool certifies(const fp4bf16_group_norm_args& a) { return a.norms != nullptr || a.run_if != nullptr; }
+
 // Fails (false) where the tiles' kernels do not take the shape. align: channels that a thread takes at once;
 // bytes: of all that is held of an element; per_thread: elements of a tile a thread.
 struct NormShape {

@@ -5,11 +5,12 @@
 #include "norm_apply.cuh"
 
 #include "norm_results.cuh"
+#include "norm_sums.cuh"
 
 namespace fp4bf16 {
 namespace {
 
-constexpr int kBlocksBf16 = 3, kBlocksFp4 = 4;  // of a multiprocessor
+constexpr int kBlocksBf16 = 3, kBlocksFp4 = 4, kBlocksNorms = 3;  // of a multiprocessor
 
 struct ApplyJob {
     fp4bf16_group_norm_args a;
@@ -79,30 +80,6 @@ __device__ inline uint4 load_vector(const uint4* from) {
 }
 
 // ---- statistics
-// A channel's sums over an image: its parts, one after the other.
-__device__ inline float2 channel_sums(const fp4bf16_group_norm_args& a, int64_t image, int64_t channel) {
-    const int source = channel >= a.sum_channels[0] ? 1 : 0;
-    const int64_t width = a.sum_channels[source], parts = a.sum_parts[source];
-    const auto* from = reinterpret_cast<const float2*>(a.sums[source]) + image * parts * width + channel -
-                       (source == 0 ? 0 : a.sum_channels[0]);
-    float2 sum = *from;
-#pragma unroll 4
-    for (int64_t part = 1; part < parts; ++part) {
-        from += width;
-        const float2 v = *from;
-        sum.x += v.x, sum.y += v.y;
-    }
-    return sum;
-}
-
-// Mean and rstd of a group from its sums. In double, as are the sums over channels: what the variance loses
-// where the mean is far from zero then is what the channels' sums have lost.
-__device__ inline float2 statistics(double sum, double square, double inverse_count, float eps) {
-    const double mean = sum * inverse_count, rest = fma(-mean, mean, square * inverse_count);
-    const double variance = rest < 0.0 ? 0.0 : rest;  // NaN stays
-    return make_float2(static_cast<float>(mean), rsqrtf(static_cast<float>(variance + eps)));
-}
-
 // A team's sum of doubles, the same bits in each thread.
 __device__ inline double team_sum(double v) {
 #pragma unroll
@@ -293,9 +270,10 @@ __device__ inline void each_segment(const ApplyJob& job, const Shared& s, const 
     }
 }
 
-template <bool kSilu>
+template <bool kSilu, bool kCertify>
 __global__ void __launch_bounds__(kApplyThreads, kBlocksBf16)
     bf16_kernel(const __grid_constant__ ApplyJob job) {
+    if (kCertify && skipped(job.a.run_if)) return;
     extern __shared__ uint4 memory[];
     wait_for_previous();
     const Shared s(job, memory, false);
@@ -325,8 +303,8 @@ __device__ inline uint32_t first_block(const ApplyJob& job, const ApplyPlace& t)
 
 // One of a thread's special blocks once more: from y where it is there, since y may lie where x was. On its
 // own, so that the loop before it has the registers.
-template <bool kSilu>
-__device__ __noinline__ void special_pixel(const ApplyJob& job, void* memory) {
+template <bool kSilu, bool kNorms>
+__device__ __noinline__ Measured<kNorms> special_pixel(const ApplyJob& job, void* memory) {
     const Shared s(job, memory, true);
     Own& own = s.own[threadIdx.x];
     const ApplyPlace t(job.plan, job.a.pixels, segment_at(job.plan, own.pass, own.next), threadIdx.x);
@@ -344,14 +322,14 @@ __device__ __noinline__ void special_pixel(const ApplyJob& job, void* memory) {
         else
             block_results<kSilu>(x[0], x[1], Kept<16, false>(s, t.vector), w);
     }
-    special_block16(w, *s.outer, FourBit(job.a, 0), first_block(job, t) + k * job.block_step);
+    return special_block16<kNorms>(w, *s.outer, FourBit(job.a, 0), first_block(job, t) + k * job.block_step);
 }
 
 // kExpanded: the expanded codes are all that is wanted. The next pixel is asked for before this one's codes
 // are searched. Special blocks are noted in shared memory, which costs the others nothing.
-template <bool kSilu, bool kExpanded, typename Coefficients>
+template <bool kSilu, bool kExpanded, bool kNorms, typename Coefficients>
 __device__ inline void stream_fp4(const ApplyJob& job, const ApplyPlace& t, const Shared& s, Stream<1, 2>& x,
-                                  const Coefficients& coefficients) {
+                                  const Coefficients& coefficients, BlockNorms* norms) {
     const Window window = *s.window;
     FourBit to(job.a, kExpanded ? first_block(job, t) : 0);
     uint4* y = kExpanded || job.a.y == nullptr ? nullptr : first_y<16>(job, t);
@@ -366,8 +344,9 @@ __device__ inline void stream_fp4(const ApplyJob& job, const ApplyPlace& t, cons
             y[0] = make_uint4(w[0], w[1], w[2], w[3]), y[1] = make_uint4(w[4], w[5], w[6], w[7]);
             y = later(y, job.y_step);
         }
-        quantize_block16<kExpanded>(w, *s.outer, window, s.pairs, to, at,
-                                    [&] { s.own[threadIdx.x].special |= uint64_t{1} << behind; });
+        quantize_block16<kExpanded, kNorms>(
+            w, *s.outer, window, [&](uint32_t i) { return s.pairs[i]; }, to, at,
+            [&] { s.own[threadIdx.x].special |= uint64_t{1} << behind; }, norms);
         if (kExpanded)
             to.expanded += job.expanded_step;
         else
@@ -375,9 +354,10 @@ __device__ inline void stream_fp4(const ApplyJob& job, const ApplyPlace& t, cons
     }
 }
 
-template <bool kSilu, bool kExpanded>
-__global__ void __launch_bounds__(kApplyThreads, kBlocksFp4)
+template <bool kSilu, bool kExpanded, bool kCertify>
+__global__ void __launch_bounds__(kApplyThreads, kCertify ? kBlocksNorms : kBlocksFp4)
     fp4_kernel(const __grid_constant__ ApplyJob job) {
+    if (kCertify && skipped(job.a.run_if)) return;
     extern __shared__ uint4 memory[];
     wait_for_previous();
     const Shared s(job, memory, true);
@@ -390,38 +370,22 @@ __global__ void __launch_bounds__(kApplyThreads, kBlocksFp4)
             if (blockIdx.x == 0) *job.a.outer_scale = o.decode;
         }
     }
+    BlockNorms norms;
     each_segment<kSilu, 16>(
         job, s, [&](const ApplyPlace& t) { return Stream<1, 2>(job, t); },
         [&](const ApplyPlace& t, Stream<1, 2>& x) {
             if (*s.centred != 0)
-                stream_fp4<kSilu, kExpanded>(job, t, s, x, Kept<16, true>(s, t.vector));
+                stream_fp4<kSilu, kExpanded, kCertify>(job, t, s, x, Kept<16, true>(s, t.vector), &norms);
             else
-                stream_fp4<kSilu, kExpanded>(job, t, s, x, Kept<16, false>(s, t.vector));
-            while (s.own[threadIdx.x].special != 0) special_pixel<kSilu>(job, memory);
+                stream_fp4<kSilu, kExpanded, kCertify>(job, t, s, x, Kept<16, false>(s, t.vector), &norms);
+            while (s.own[threadIdx.x].special != 0) {
+                if constexpr (kCertify)
+                    norms.add(special_pixel<kSilu, true>(job, memory));
+                else
+                    special_pixel<kSilu, false>(job, memory);
+            }
         });
-}
-
-// ---- any shape: statistics to memory, a warp a group
-__global__ void __launch_bounds__(kThreads)
-    sums_kernel(const __grid_constant__ fp4bf16_group_norm_args a, float* mean, float* rstd) {
-    wait_for_previous();
-    constexpr int kWarps = kThreads / 32;
-    const int64_t group = a.c / a.groups;
-    const double inverse_count = 1.0 / (static_cast<double>(a.pixels) * static_cast<double>(group));
-    for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; i < a.n * a.groups;
-         i += int64_t{gridDim.x} * kWarps) {
-        double sum = 0.0, square = 0.0;
-        for (int64_t j = threadIdx.x % 32; j < group; j += 32) {
-            const float2 v = channel_sums(a, i / a.groups, i % a.groups * group + j);
-            sum += v.x, square += v.y;
-        }
-        for (int step = 1; step < 32; step *= 2) {
-            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-            square += __shfl_xor_sync(0xFFFFFFFFu, square, step);
-        }
-        const float2 m = statistics(sum, square, inverse_count, a.eps);
-        if (threadIdx.x % 32 == 0) mean[i] = m.x, rstd[i] = m.y;
-    }
+    if constexpr (kCertify) store_norms(job.a, norms, s.outer->decode, memory, blockIdx.x);
 }
 
 bool gives_fp4(const fp4bf16_group_norm_args& a) { return a.expanded != nullptr || a.packed != nullptr; }
@@ -437,11 +401,17 @@ fp4bf16_status start(const ApplyJob& job, cudaStream_t stream) {
     return cuda_result(cudaGetLastError(), "group_norm");
 }
 
+template <bool kSilu, bool kCertify>
+fp4bf16_status start_any(const ApplyJob& job, cudaStream_t stream) {
+    if (!gives_fp4(job.a)) return start<bf16_kernel<kSilu, kCertify>>(job, stream);
+    if (job.a.y == nullptr && job.a.packed == nullptr)
+        return start<fp4_kernel<kSilu, true, kCertify>>(job, stream);
+    return start<fp4_kernel<kSilu, false, kCertify>>(job, stream);
+}
+
 template <bool kSilu>
 fp4bf16_status start_any(const ApplyJob& job, cudaStream_t stream) {
-    if (!gives_fp4(job.a)) return start<bf16_kernel<kSilu>>(job, stream);
-    if (job.a.y == nullptr && job.a.packed == nullptr) return start<fp4_kernel<kSilu, true>>(job, stream);
-    return start<fp4_kernel<kSilu, false>>(job, stream);
+    return certifies(job.a) ? start_any<kSilu, true>(job, stream) : start_any<kSilu, false>(job, stream);
 }
 
 }  // namespace
@@ -461,14 +431,20 @@ bool apply_plan(const fp4bf16_group_norm_args& a, ApplyPlan* plan) {
     return true;
 }
 
+int64_t norm_apply_parts(const fp4bf16_group_norm_args& a, ApplyPlan plan) {
+    int multiprocessors = 0;
+    if (multiprocessor_count("group_norm", &multiprocessors) != FP4BF16_OK) multiprocessors = 132;
+    share_out(a.n, int64_t{multiprocessors} * kBlocksNorms, &plan);
+    return plan.blocks;
+}
+
 fp4bf16_status norm_apply(const fp4bf16_group_norm_args& a, ApplyPlan plan, cudaStream_t stream) {
-    int device = 0, multiprocessors = 0;
-    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "group_norm"));
-    FP4BF16_TRY(cuda_result(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-                            "group_norm"));
+    int multiprocessors = 0;
+    FP4BF16_TRY(multiprocessor_count("group_norm", &multiprocessors));
+    const int blocks = !gives_fp4(a) ? kBlocksBf16 : certifies(a) ? kBlocksNorms : kBlocksFp4;
     // BF16 results alone wait for memory: an image a thread block, of which some begin while others stream, took
     // 2 to 6 % less time at 1024 images than thread blocks that stay.
-    int64_t slots = int64_t{multiprocessors} * (gives_fp4(a) ? kBlocksFp4 : kBlocksBf16);
+    int64_t slots = int64_t{multiprocessors} * blocks;
     if (!gives_fp4(a)) slots = std::max(slots, a.n);
     share_out(a.n, slots, &plan);
     ApplyJob job{a,
@@ -483,12 +459,6 @@ fp4bf16_status norm_apply(const fp4bf16_group_norm_args& a, ApplyPlan plan, cuda
     const int64_t count = a.pixels * job.group;
     job.inverse_count = 1.0 / static_cast<double>(count), job.root = root_up(count);
     return a.activation == FP4BF16_SILU ? start_any<true>(job, stream) : start_any<false>(job, stream);
-}
-
-fp4bf16_status norm_apply_simple(const fp4bf16_group_norm_args& a, float* mean, float* rstd,
-                                 cudaStream_t stream) {
-    launch_kernel(sums_kernel, grid_for(a.n * a.groups * 32), kThreads, 0, stream, a, mean, rstd);
-    return norm_simple_results(a, mean, rstd, stream);
 }
 
 }  // namespace fp4bf16

@@ -76,11 +76,16 @@ inline void share_out(int64_t n, int64_t slots, ApplyPlan* plan) {
 // norm_apply.cu. Fails (false) where the stream of this file does not take the shape or the addresses.
 // How the plan shares out the passes is for norm_apply to choose.
 bool apply_plan(const fp4bf16_group_norm_args& a, ApplyPlan* plan);
+// Its thread blocks, which are the parts of `norms`; without a device those of an H200.
+int64_t norm_apply_parts(const fp4bf16_group_norm_args& a, ApplyPlan plan);
 fp4bf16_status norm_apply(const fp4bf16_group_norm_args& a, ApplyPlan plan, cudaStream_t stream);
-// Any shape: statistics from the sums to memory, then norm_simple.cu's results.
+// norm_simple.cu: any shape; statistics from the sums to memory, then results as without sums.
 fp4bf16_status norm_apply_simple(const fp4bf16_group_norm_args& a, float* mean, float* rstd,
                                  cudaStream_t stream);
 fp4bf16_status norm_simple_results(const fp4bf16_group_norm_args& a, const float* mean, const float* rstd,
                                    cudaStream_t stream);
+
+// Thread blocks of its FP4 results.
+int64_t norm_simple_parts(const fp4bf16_group_norm_args& a);
 
 }  // namespace fp4bf16

@@ -189,9 +189,9 @@ __device__ inline void store_bf16(const NormJob& job, const NormTile& tile, cons
     }
 }
 
-template <bool kSilu>
+template <bool kSilu, bool kNorms>
 __device__ inline void store_fp4(const NormJob& job, const NormTile& tile, int images, Outer o,
-                                 const Shared& s) {
+                                 const Shared& s, BlockNorms* norms) {
     const NormPlan& p = job.plan;
     const NormThread t(p.chunks / 2, p.by_pairs, 2 * p.rows, p.by_double_rows, images);
     if (t.image < 0 || t.row >= tile.count) return;
@@ -205,11 +205,12 @@ __device__ inline void store_fp4(const NormJob& job, const NormTile& tile, int i
     run.count = divided(tile.count - t.row + 2 * p.rows - 1, p.by_double_rows);
     const float4 mean = *run.mean;
     const bool centred = mean.x != 0.0f || mean.y != 0.0f || mean.z != 0.0f || mean.w != 0.0f;
-    store_blocks<kSilu>(job.a, run, centred, o);
+    store_blocks<kSilu, kNorms>(job.a, run, centred, o, norms);
 }
 
-template <bool kSilu, bool kFp4>
+template <bool kSilu, bool kFp4, bool kCertify>
 __global__ void __launch_bounds__(kNormThreads, 3) norm_kernel(const __grid_constant__ NormJob job) {
+    if (kCertify && skipped(job.a.run_if)) return;
     extern __shared__ uint4 memory[];
     const NormPlan& p = job.plan;
     const Shared s(job, reinterpret_cast<char*>(memory));
@@ -237,7 +238,10 @@ __global__ void __launch_bounds__(kNormThreads, 3) norm_kernel(const __grid_cons
     __syncthreads();
     if constexpr (kFp4) {
         const Outer o = *s.outer;
-        store_fp4<kSilu>(job, tile, images, o, s);
+        BlockNorms norms;
+        store_fp4<kSilu, kCertify>(job, tile, images, o, s, &norms);
+        if constexpr (kCertify)
+            store_norms(job.a, norms, o.decode, memory, tile.image / p.images * gridDim.x + blockIdx.x);
     } else {
         if (t.image >= 0 && job.a.y != nullptr) store_bf16<kSilu>(job, tile, t, s);
     }
@@ -245,7 +249,8 @@ __global__ void __launch_bounds__(kNormThreads, 3) norm_kernel(const __grid_cons
 
 template <bool kSilu, bool kFp4>
 fp4bf16_status launch(const NormJob& job, cudaStream_t stream) {
-    return norm_launch<norm_kernel<kSilu, kFp4>>(job, job.shared, stream);
+    return certifies(job.a) ? norm_launch<norm_kernel<kSilu, kFp4, true>>(job, job.shared, stream)
+                            : norm_launch<norm_kernel<kSilu, kFp4, false>>(job, job.shared, stream);
 }
 
 }  // namespace

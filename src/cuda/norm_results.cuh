@@ -70,9 +70,10 @@ struct BlockRun {
 };
 
 // FP4 results, and BF16 ones beside them. What the fast quantiser does not take is made again at the end.
-// kExpanded: those alone, and BF16 ones.
-template <bool kSilu, bool kCentred, bool kExpanded>
-__device__ inline void store_blocks_as(const fp4bf16_group_norm_args& a, BlockRun run, const Outer& o) {
+// kExpanded: those alone, and BF16 ones. kNorms: all blocks are added to `norms`.
+template <bool kSilu, bool kCentred, bool kExpanded, bool kNorms>
+__device__ inline void store_blocks_as(const fp4bf16_group_norm_args& a, BlockRun run, const Outer& o,
+                                       BlockNorms* norms) {
     const int stride = run.every * static_cast<int>(a.c / 16);
     const Window window(o);
     uint32_t special = 0;
@@ -86,26 +87,31 @@ __device__ inline void store_blocks_as(const fp4bf16_group_norm_args& a, BlockRu
             y[0] = make_uint4(w[0], w[1], w[2], w[3]), y[1] = make_uint4(w[4], w[5], w[6], w[7]);
             run.y += run.every * a.y_pixel;
         }
-        if (!quantize_block16<kExpanded>(w, o, window, FourBit(a, run.block), 0)) special |= 1u << i;
+        if (!quantize_block16<kExpanded, kNorms>(w, o, window, FourBit(a, run.block), 0, norms))
+            special |= 1u << i;
     }
     for (; special != 0; special &= special - 1) {
         const int k = __ffs(static_cast<int>(special)) - 1 - run.count;  // from behind the last
         uint32_t w[8];
         unpack_block(run.from[k * run.step], run.from[k * run.step + run.high], w);
         results16<kSilu, kCentred>(w, run.mean, run.scale, run.shift);
-        special_block16(w, o, FourBit(a, run.block + int64_t{k} * stride), 0);
+        const FourBit to(a, run.block + int64_t{k} * stride);
+        if constexpr (kNorms)
+            norms->add(special_block16<true>(w, o, to, 0));
+        else
+            special_block16(w, o, to, 0);
     }
 }
 
-template <bool kSilu>
+template <bool kSilu, bool kNorms>
 __device__ inline void store_blocks(const fp4bf16_group_norm_args& a, const BlockRun& run, bool centred,
-                                    const Outer& o) {
+                                    const Outer& o, BlockNorms* norms) {
     if (a.packed != nullptr)
-        store_blocks_as<kSilu, true, false>(a, run, o);
+        store_blocks_as<kSilu, true, false, kNorms>(a, run, o, norms);
     else if (centred)
-        store_blocks_as<kSilu, true, true>(a, run, o);
+        store_blocks_as<kSilu, true, true, kNorms>(a, run, o, norms);
     else
-        store_blocks_as<kSilu, false, true>(a, run, o);
+        store_blocks_as<kSilu, false, true, kNorms>(a, run, o, norms);
 }
 
 }  // namespace

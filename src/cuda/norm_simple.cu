@@ -3,6 +3,7 @@
 #include "launch.cuh"
 #include "norm_apply.cuh"
 #include "norm_quantize.cuh"
+#include "norm_sums.cuh"
 
 namespace fp4bf16 {
 namespace {
@@ -38,6 +39,7 @@ __device__ inline void each_element(const __nv_bfloat16* x, int64_t pixels, int6
 
 __global__ void __launch_bounds__(kThreads)
     statistics_kernel(const __grid_constant__ fp4bf16_group_norm_args a, float* mean_out, float* rstd_out) {
+    if (skipped(a.run_if)) return;
     wait_for_previous();
     const int64_t width = a.c / a.groups;
     const auto count = static_cast<float>(a.pixels * width);
@@ -62,6 +64,7 @@ __device__ inline float activated(float z, fp4bf16_activation activation) {
 // BF16 results alone.
 __global__ void __launch_bounds__(kThreads)
     elements_kernel(const __grid_constant__ fp4bf16_group_norm_args a, const float* mean, const float* rstd) {
+    if (skipped(a.run_if)) return;
     wait_for_previous();
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < a.n * a.pixels * a.c; i += step) {
@@ -75,13 +78,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // FP4 results, and BF16 ones beside them.
+template <bool kNorms>
 __global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant__ fp4bf16_group_norm_args a,
                                                           const float* mean, const float* rstd, float root) {
+    if (skipped(a.run_if)) return;
     wait_for_previous();
     const int64_t step = int64_t{gridDim.x} * kThreads, width = a.c / a.groups, blocks = a.c / 16;
     const Outer o = static_outer(a, root);
     if (blockIdx.x == 0 && threadIdx.x == 0) *a.outer_scale = o.decode;
     const FourBit to(a, 0);
+    BlockNorms norms;
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < a.n * a.pixels * blocks; i += step) {
         const int64_t first = i % blocks * 16, p = i / blocks % a.pixels, image = i / blocks / a.pixels;
         const auto* x = static_cast<const __nv_bfloat16*>(a.x) + image * a.x_image + p * a.x_pixel + first;
@@ -94,7 +100,14 @@ __global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant_
             if (a.y != nullptr) y[j] = rounded;
             results[j] = load(&rounded);
         }
-        simple_block16(results, o, to, i);
+        if constexpr (kNorms)
+            norms.add(measured_block16(results, o, to, i));
+        else
+            simple_block16(results, o, to, i);
+    }
+    if constexpr (kNorms) {
+        __shared__ BlockNorms warps[kWarps];
+        store_norms(a, norms, o.decode, warps, blockIdx.x);
     }
 }
 
@@ -216,13 +229,41 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
+// ---- statistics from given sums, a warp a group
+__global__ void __launch_bounds__(kThreads)
+    given_kernel(const __grid_constant__ fp4bf16_group_norm_args a, float* mean, float* rstd) {
+    if (skipped(a.run_if)) return;
+    wait_for_previous();
+    const int64_t group = a.c / a.groups;
+    const double inverse_count = 1.0 / (static_cast<double>(a.pixels) * static_cast<double>(group));
+    for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; i < a.n * a.groups;
+         i += int64_t{gridDim.x} * kWarps) {
+        double sum = 0.0, square = 0.0;
+        for (int64_t j = threadIdx.x % 32; j < group; j += 32) {
+            const float2 v = channel_sums(a, i / a.groups, i % a.groups * group + j);
+            sum += v.x, square += v.y;
+        }
+        for (int step = 1; step < 32; step *= 2) {
+            sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+            square += __shfl_xor_sync(0xFFFFFFFFu, square, step);
+        }
+        const float2 m = statistics(sum, square, inverse_count, a.eps);
+        if (threadIdx.x % 32 == 0) mean[i] = m.x, rstd[i] = m.y;
+    }
+}
+
 }  // namespace
+
+int64_t norm_simple_parts(const fp4bf16_group_norm_args& a) {
+    return grid_for(a.n * a.pixels * (a.c / 16));
+}
 
 fp4bf16_status norm_simple_results(const fp4bf16_group_norm_args& a, const float* mean, const float* rstd,
                                    cudaStream_t stream) {
     if (a.expanded != nullptr || a.packed != nullptr)
-        launch_kernel(blocks_kernel, grid_for(a.n * a.pixels * (a.c / 16)), kThreads, 0, stream, a, mean,
-                      rstd, root_up(a.pixels * (a.c / a.groups)));
+        launch_kernel(a.norms == nullptr ? blocks_kernel<false> : blocks_kernel<true>,
+                      static_cast<unsigned>(norm_simple_parts(a)), kThreads, 0, stream, a, mean, rstd,
+                      root_up(a.pixels * (a.c / a.groups)));
     else if (a.y != nullptr)
         launch_kernel(elements_kernel, grid_for(a.n * a.pixels * a.c), kThreads, 0, stream, a, mean, rstd);
     return cuda_result(cudaGetLastError(), "group_norm");
@@ -230,6 +271,12 @@ fp4bf16_status norm_simple_results(const fp4bf16_group_norm_args& a, const float
 
 fp4bf16_status norm_simple(const fp4bf16_group_norm_args& a, float* mean, float* rstd, cudaStream_t stream) {
     launch_kernel(statistics_kernel, most_blocks(a.n * a.groups), kThreads, 0, stream, a, mean, rstd);
+    return norm_simple_results(a, mean, rstd, stream);
+}
+
+fp4bf16_status norm_apply_simple(const fp4bf16_group_norm_args& a, float* mean, float* rstd,
+                                 cudaStream_t stream) {
+    launch_kernel(given_kernel, grid_for(a.n * a.groups * 32), kThreads, 0, stream, a, mean, rstd);
     return norm_simple_results(a, mean, rstd, stream);
 }
 

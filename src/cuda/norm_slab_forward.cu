@@ -179,9 +179,9 @@ __device__ inline void store_bf16(const NormSlabJob& job, const SlabPlace& p, co
 }
 
 // A lane takes 16 channels, two chunks of the tile, of every sixteenth pixel.
-template <bool kSilu>
+template <bool kSilu, bool kNorms>
 __device__ inline void store_fp4(const NormSlabJob& job, const SlabPlace& p, const uint4* tile,
-                                 const Outer& o, const Half& h) {
+                                 const Outer& o, const Half& h, BlockNorms* norms) {
     const int half = p.lane % 2, row = p.lane / 2, first = 2 * p.lane;
     const int count = max(0, p.left - row + 15) / 16;
     BlockRun run(job.a, p.image, p.first - p.row + row, 16, p.channel / 16 + half);
@@ -193,12 +193,17 @@ __device__ inline void store_fp4(const NormSlabJob& job, const SlabPlace& p, con
     run.count = count;
     const float4 m = *run.mean;
     const bool centred = m.x != 0.0f || m.y != 0.0f || m.z != 0.0f || m.w != 0.0f;
-    store_blocks<kSilu>(job.a, run, __any_sync(0xFFFFFFFFu, centred), o);
+    store_blocks<kSilu, kNorms>(job.a, run, __any_sync(0xFFFFFFFFu, centred), o, norms);
 }
 
-template <bool kSilu, bool kFp4, int kChunks>
-__global__ void __launch_bounds__(32 * kSlabWarps<kChunks>, 16 / kChunks)
+// Thread blocks of a multiprocessor. With norms of FP4 results fewer: 64 registers would not hold all.
+template <bool kNorms, int kChunks>
+constexpr int kSlabBlocks = !kNorms ? 16 / kChunks : kChunks == 2 ? 5 : 3;
+
+template <bool kSilu, bool kFp4, bool kCertify, int kChunks>
+__global__ void __launch_bounds__(32 * kSlabWarps<kChunks>, kSlabBlocks<kFp4 && kCertify, kChunks>)
     norm_slab_kernel(const __grid_constant__ NormSlabJob job) {
+    if (kCertify && skipped(job.a.run_if)) return;
     extern __shared__ uint4 memory[];
     auto& s = *reinterpret_cast<Memory<kChunks, kFp4>*>(memory);
     const SlabPlace p(job.slabs, kChunks);
@@ -229,7 +234,9 @@ __global__ void __launch_bounds__(32 * kSlabWarps<kChunks>, 16 / kChunks)
     if constexpr (kFp4) {
         const Outer o = outer_of_block(s.extremes, p.lane, job.root);
         if (blockIdx.x == 0 && p.image == 0 && p.own == 0 && p.lane == 0) *job.a.outer_scale = o.decode;
-        store_fp4<kSilu>(job, p, s.tile[p.own], o, s.half[p.own][p.lane % 2]);
+        BlockNorms norms;
+        store_fp4<kSilu, kCertify>(job, p, s.tile[p.own], o, s.half[p.own][p.lane % 2], &norms);
+        if constexpr (kCertify) store_norms(job.a, norms, o.decode, memory, p.image * gridDim.x + blockIdx.x);
     } else {
         if (job.a.y != nullptr) store_bf16<kSilu>(job, p, x, s.half[p.own][p.chunk / 2]);
     }
@@ -237,7 +244,10 @@ __global__ void __launch_bounds__(32 * kSlabWarps<kChunks>, 16 / kChunks)
 
 template <bool kSilu, bool kFp4, int kChunks>
 fp4bf16_status launch(const NormSlabJob& job, cudaStream_t stream) {
-    return slab_launch<norm_slab_kernel<kSilu, kFp4, kChunks>>(job, sizeof(Memory<kChunks, kFp4>), stream);
+    constexpr size_t kShared = sizeof(Memory<kChunks, kFp4>);
+    if (certifies(job.a))
+        return slab_launch<norm_slab_kernel<kSilu, kFp4, true, kChunks>>(job, kShared, stream);
+    return slab_launch<norm_slab_kernel<kSilu, kFp4, false, kChunks>>(job, kShared, stream);
 }
 
 template <int kChunks>

@@ -140,6 +140,16 @@ struct Rounded {
 
 __device__ const PairTable kPairs = make_pairs();
 
+// The table's entry; host code, which tests alone have, makes its own.
+FP4BF16_HD Pair fast_pairs(uint32_t fraction) {
+#ifdef __CUDA_ARCH__
+    return kPairs.entry[fraction];
+#else
+    static constexpr PairTable kTable = make_pairs();
+    return kTable.entry[fraction];
+#endif
+}
+
 template <Kind kKind, bool kStats>
 __device__ inline Rounded round_block(const uint32_t (&w)[8], uint32_t top, const QuantizeJob& job,
                                       const Outer& o, uint32_t (&q)[8], Totals* totals) {

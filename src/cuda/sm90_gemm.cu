@@ -1,8 +1,6 @@
 // Which configuration of the dual-track GEMM a product gets, and its launch.
 #include "sm90_gemm.h"
 
-#include <atomic>
-
 namespace fp4bf16 {
 
 extern const GemmConfig kPromoted256x128, kPromoted128x192, kPromoted128x128, kFast128x256, kFast128x128,
@@ -45,29 +43,19 @@ int choose(const fp4bf16_gemm_args& g, int multiprocessors) {
     return best;
 }
 
-fp4bf16_status multiprocessor_count(int* count) {
-    static std::atomic<int> known[64];
-    int device = 0;
-    FP4BF16_TRY(cuda_result(cudaGetDevice(&device), "gemm"));
-    if (device < 64 && known[device] > 0) return *count = known[device].load(), FP4BF16_OK;
-    FP4BF16_TRY(cuda_result(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device), "gemm"));
-    if (device < 64) known[device] = *count;
-    return FP4BF16_OK;
-}
-
 }  // namespace
 
 const char* sm90_gemm_config(const fp4bf16_gemm_args& g, int32_t config) {
     if (config < 0 || config > kCount) return "";
     int count = 132;  // of an H100 or H200, where there is no device to ask
-    if (config == 0 && multiprocessor_count(&count) != FP4BF16_OK) count = 132;
+    if (config == 0 && multiprocessor_count("gemm", &count) != FP4BF16_OK) count = 132;
     const int i = config == 0 ? choose(g, count) : config - 1;
     return i < 0 ? "" : kConfigs[i]->name;
 }
 
 fp4bf16_status sm90_gemm(const fp4bf16_gemm_args& g, cudaStream_t stream) {
     int count = 0;
-    FP4BF16_TRY(multiprocessor_count(&count));
+    FP4BF16_TRY(multiprocessor_count("gemm", &count));
     const int i = g.config == 0 ? choose(g, count) : g.config - 1;
     if (i < 0 || i >= kCount || !fits(*kConfigs[i], g))
         return fail(
