@@ -37,7 +37,13 @@ class _Emulation:
         return self.view(pointer, shape, dtype, (*(strides[i] for i in range(3)), 1))
 
     # ---- pictures
-    def upsample(self, x, element_bytes, n, h, w, c, x_strides, y, y_strides) -> None:
+    def runs(self, run_if) -> bool:
+        """Whether a launch with this condition does anything."""
+        return not self.loaded.at(run_if) or bool(self.view(run_if, (1,), np.int32)[0])
+
+    def upsample(self, x, element_bytes, n, h, w, c, x_strides, y, y_strides, run_if) -> None:
+        if not self.runs(run_if):
+            return
         dtype = {1: np.uint8, 2: np.uint16}[element_bytes]
         source = self.picture(x, (n, h, w, c), dtype, x_strides)
         target = self.picture(y, (n, 2 * h, 2 * w, c), dtype, y_strides)
@@ -52,7 +58,11 @@ class _Emulation:
         self.picture(dx, (n, h, w, c), BFLOAT16, dx_strides)[...] = total.astype(BFLOAT16)
 
     # ---- convolutions of few channels
-    def patches(self, x, dtype, n, h, w, c, x_strides, oh, ow, kh, kw, stride, top, left, out, width) -> None:
+    def patches(
+        self, x, dtype, n, h, w, c, x_strides, oh, ow, kh, kw, stride, top, left, out, width, run_if
+    ) -> None:  # fmt: skip
+        if not self.runs(run_if):
+            return
         source = self.picture(x, (n, h, w, c), (F32, BFLOAT16)[dtype], x_strides)
         target = self._wide(out, (n, oh, ow), width)
         for i, (r, s) in enumerate(np.ndindex(kh, kw)):
@@ -65,8 +75,11 @@ class _Emulation:
         return target
 
     def conv2d_few(
-        self, x, n, h, w, c, x_strides, weight, oh, ow, o, kh, kw, top, left, bias, out, out_strides
+        self, x, n, h, w, c, x_strides, weight, oh, ow, o, kh, kw, top, left, bias, out, out_strides,
+        run_if,
     ) -> None:  # fmt: skip
+        if not self.runs(run_if):
+            return
         assert o * kh * kw <= 64 and c % 8 == 0
         pictures = self.picture(x, (n, h, w, c), BFLOAT16, x_strides).astype(F64)
         products = pictures @ self.view(weight, (o * kh * kw, c), BFLOAT16).astype(F64).T
@@ -204,13 +217,14 @@ def define(library) -> None:
     pixels = "int64_t, int64_t, int64_t, int64_t"
     rows = "int64_t, int64_t"
     for name, kinds in (
-        ("upsample", f"const void*, int32_t, {pixels}, {_STRIDES}, void*, {_STRIDES}, void*"),
+        ("upsample", f"const void*, int32_t, {pixels}, {_STRIDES}, void*, {_STRIDES}, const int32_t*, "
+         "void*"),
         ("upsample_backward", f"const void*, {pixels}, {_STRIDES}, const void*, {_STRIDES}, void*, "
          f"{_STRIDES}, void*"),
         ("patches", f"const void*, fp4bf16_dtype, {pixels}, {_STRIDES}, {', '.join(['int64_t'] * 7)}, void*, "
-         "int64_t, void*"),
+         "int64_t, const int32_t*, void*"),
         ("conv2d_few", f"const void*, {pixels}, {_STRIDES}, const void*, {', '.join(['int64_t'] * 7)}, "
-         f"const float*, float*, {_STRIDES}, void*"),
+         f"const float*, float*, {_STRIDES}, const int32_t*, void*"),
         ("spread_taps", f"const void*, fp4bf16_dtype, {pixels}, {_STRIDES}, {', '.join(['int64_t'] * 6)}, "
          "void*, int64_t, void*"),
         ("add", f"const void*, int64_t, const void*, int64_t, {rows}, void*, int64_t, void*"),

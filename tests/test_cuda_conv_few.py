@@ -62,7 +62,7 @@ def test_sums_over_channels_and_taps(place, rng, shape, kernel, size, with_bias)
             out = Held(memory, pad=pads[1], front=front, shape=want.shape, dtype=F32)
             added = memory.put(bias) if with_bias else 0
             library.call("conv2d_few", held.address, *shape, held.strides, memory.put(weight), oh, ow,
-                         *kernel, added, out.address, out.strides, 0)  # fmt: skip
+                         *kernel, added, out.address, out.strides, 0, 0)  # fmt: skip
             assert (np.abs(out.get() - want) <= bound).all()
 
 
@@ -77,6 +77,7 @@ def test_sums_over_channels_and_taps(place, rng, shape, kernel, size, with_bias)
         ({"x_strides": [16, 8, 4]}, "stride 2 of x is 4 elements, but must be a multiple of 8"),
         ({"x_strides": 0}, "the strides of x are NULL"),
         ({"weight": 0}, "weight is NULL"),
+        ({"run_if": 66}, "run_if is 2 bytes past a multiple of 4"),
         ({"out_strides": 0}, "the strides of out are NULL"),
         ({"top": 1 << 20}, "top is 1048576, but must be -32768 to 32768"),
     ],
@@ -85,7 +86,7 @@ def test_bad_arguments_are_refused_before_any_launch(library, change, sentence):
     arguments = {
         "x": 64, "n": 1, "h": 4, "w": 4, "c": 8, "x_strides": [128, 32, 8], "weight": 64, "oh": 4, "ow": 4,
         "o": 3, "kh": 3, "kw": 3, "top": 1, "left": 1, "bias": 0, "out": 64,
-        "out_strides": [48, 12, 3], "stream": 0,
+        "out_strides": [48, 12, 3], "run_if": 0, "stream": 0,
     }  # fmt: skip
     with pytest.raises(ValueError, match=sentence):
         library.call("conv2d_few", *(arguments | change).values())

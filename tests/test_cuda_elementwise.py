@@ -61,7 +61,8 @@ def test_upsample(place, rng, shape, pad, front, dtype):
     for x_pad, y_pad in ((pad, ()), ((), pad), (pad, pad)):
         x = Held(memory, source, x_pad, front if x_pad else 0)
         y = Held(memory, pad=y_pad, front=front, shape=(n, 2 * h, 2 * w, c), dtype=dtype)
-        library.call("upsample", x.address, int(dtype[1]), n, h, w, c, x.strides, y.address, y.strides, 0)
+        library.call("upsample", x.address, int(dtype[1]), n, h, w, c, x.strides, y.address, y.strides, 0,
+                     0)  # fmt: skip
         np.testing.assert_array_equal(y.get(), fused.upsample_nearest(source))
 
 
@@ -87,7 +88,7 @@ def test_offsets_of_more_than_32_bits(library, gpu, rng):
     far = (1 << 32) + 64
     y, out = gpu.empty(far + 64), gpu.empty(far + 32)
     x = rng.integers(0, 256, (2, 1, 1, 16)).astype("u1")
-    library.call("upsample", gpu.put(x), 1, 2, 1, 1, 16, [16, 16, 16], y, [far, 32, 16], 0)
+    library.call("upsample", gpu.put(x), 1, 2, 1, 1, 16, [16, 16, 16], y, [far, 32, 16], 0, 0)
     a = bf16(rng, (2, 16))
     zero = np.zeros_like(a)
     library.call("add", gpu.put(a), 16, gpu.put(zero), 16, 2, 16, out, far // 2, 0)
@@ -129,7 +130,7 @@ def test_patches(place, rng, shape, kernel, size, dtype):
         want = np.zeros((n, oh, ow, width), BFLOAT16)
         want[..., :values] = np.concatenate(each, axis=3).astype(BFLOAT16)
         held, out = Held(memory, x, pad, front), memory.empty(2 * want.size)
-        library.call("patches", held.address, dtype, *shape, held.strides, oh, ow, *kernel, out, width, 0)
+        library.call("patches", held.address, dtype, *shape, held.strides, oh, ow, *kernel, out, width, 0, 0)
         same_bits(memory.get(out, want.shape, BFLOAT16), want)
 
 
@@ -277,17 +278,19 @@ def test_rows_of_a_table(place, rng, rows, count, dim):
 @pytest.mark.parametrize(
     "name, arguments, sentence",
     [
-        ("upsample", (64, 4, 1, 1, 1, 1, [1] * 3, 64, [1] * 3, 0), "element_bytes is 4, but must be 1 or 2"),
-        ("upsample", (64, 1, 1, -1, 1, 1, [1] * 3, 64, [1] * 3, 0), r"\(1, -1, 1, 1\), but each must"),
-        ("upsample", (64, 2, 1, 1, 1, 1, [1] * 3, 65, [1] * 3, 0), "y is 1 bytes past a multiple of 2"),
-        ("upsample", (64, 2, 1, 1, 1, 1, [1 << 41] * 3, 64, [1] * 3, 0), "stride 0 of x is 2199023255552"),
-        ("upsample", (64, 2, 1, 1, 1, 1, 0, 64, [1] * 3, 0), "the strides of x are NULL"),
+        ("upsample", (64, 4, 1, 1, 1, 1, [1] * 3, 64, [1] * 3, 0, 0), "element_bytes is 4, but must be"),
+        ("upsample", (64, 1, 1, -1, 1, 1, [1] * 3, 64, [1] * 3, 0, 0), r"\(1, -1, 1, 1\), but each must"),
+        ("upsample", (64, 2, 1, 1, 1, 1, [1] * 3, 65, [1] * 3, 0, 0), "y is 1 bytes past a multiple of 2"),
+        ("upsample", (64, 2, 1, 1, 1, 1, [1 << 41] * 3, 64, [1] * 3, 0, 0), "stride 0 of x is 2199023255552"),
+        ("upsample", (64, 2, 1, 1, 1, 1, 0, 64, [1] * 3, 0, 0), "the strides of x are NULL"),
+        ("upsample", (64, 1, 1, 1, 1, 1, [1] * 3, 64, [1] * 3, 66, 0), "run_if is 2 bytes past"),
+        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 64, 32, 66, 0), "run_if is 2 bytes"),
         ("upsample_backward", (64, 1, 1, 1, 1, [1] * 3, 63, [1] * 3, 64, [1] * 3, 0), "add is 1 bytes past"),
         ("add", (64, 4, 64, 8, 2, 8, 64, 8, 0), "row stride of a is 4 elements, less than its 8 columns"),
-        ("patches", (64, 2, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 64, 32, 0), "dtype is 2, but must"),
-        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 64, 24, 0), "width is 24, .* 27"),
-        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 0, 1, 1, 64, 32, 0), "stride is 0, but must"),
-        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 72, 32, 0), "out is 8 bytes past"),
+        ("patches", (64, 2, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 64, 32, 0, 0), "dtype is 2, but must"),
+        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 64, 24, 0, 0), "width is 24, .* 27"),
+        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 0, 1, 1, 64, 32, 0, 0), "stride is 0, but must"),
+        ("patches", (64, 0, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 1, 72, 32, 0, 0), "out is 8 bytes past"),
         ("spread_taps", (65, 1, 1, 4, 4, 3, [1] * 3, 4, 4, 3, 3, 1, 1, 64, 32, 0), "g is 1 bytes past"),
         ("silu", (64, 1, 2, 64, 0), r"dtype is 2, but FP4BF16_FLOAT32 \(0\) or FP4BF16_BFLOAT16 \(1\)"),
         ("silu_backward", (0, 64, 1, 0, 64, 0), "silu_backward: g is NULL"),

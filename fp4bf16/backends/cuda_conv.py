@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..device import DeviceArray
 from . import cuda
-from .cuda_gemm import ACCUMULATE, ACTIVATIONS, DTYPES, filled
+from .cuda_gemm import ACCUMULATE, ACTIVATIONS, DTYPES, condition, filled
 from .cuda_tape import call, empty
 
 
@@ -72,6 +72,7 @@ def _arguments(
     activation: str | None = None, bias: DeviceArray | None = None, bias2: DeviceArray | None = None,
     image_bias: DeviceArray | None = None, residual: DeviceArray | None = None, accumulate: str = "promoted",
     config: int = 0, expanded: DeviceArray | None = None, expanded_exponent: int = 0, phases: bool = False,
+    run_if: DeviceArray | None = None,
 ) -> Any:  # fmt: skip
     """The struct of a convolution; see `forward`."""
     fields = geo._asdict() | {
@@ -98,6 +99,8 @@ def _arguments(
         fields["residual_strides"] = strides(residual)
     if expanded is not None:
         fields |= {"expanded": expanded.address, "expanded_exponent": expanded_exponent}
+    if run_if is not None:
+        fields["run_if"] = condition(run_if)
     return filled("fp4bf16_conv2d_args", fields)
 
 
@@ -122,6 +125,7 @@ def forward(geo: Geometry, d: DeviceArray, stream: int, *, simple: bool = False,
             E4M3) under the outer scale 2^`expanded_exponent`, -119 to 120.
         phases: x counts as upsampled to twice its size; weights are those of `phase_weights`, (O, 4 * kh * kw
             * C) a row, and col_scale has 4 elements an output channel.
+        run_if: (1,) int32; nothing is done where it is 0 when the kernel starts.
         config: a configuration by its number, 0: by shape. simple: the kernel without tensor cores.
     """
     args = _arguments(geo, d, **options)

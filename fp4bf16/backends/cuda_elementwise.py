@@ -15,7 +15,7 @@ from .. import device
 from ..device import DeviceArray
 from ..errors import DTypeError, ShapeError
 from .cuda_conv import Geometry
-from .cuda_gemm import DTYPES, uniform
+from .cuda_gemm import DTYPES, condition, uniform
 
 #: Rows of partial sums that `column_sums` needs at most.
 _PARTS = 256
@@ -56,13 +56,15 @@ def _rows(x: DeviceArray) -> int:
 
 
 # ---- pictures
-def upsample(x: DeviceArray, y: DeviceArray, stream: int) -> None:
-    """y (N, 2H, 2W, C) = each pixel of x (N, H, W, C) four times; any dtype of one or two bytes."""
+def upsample(x: DeviceArray, y: DeviceArray, stream: int, run_if: DeviceArray | None = None) -> None:
+    """y (N, 2H, 2W, C) = each pixel of x (N, H, W, C) four times; any dtype of one or two bytes. run_if: (1,)
+    int32; nothing is done where it is 0 when the kernel starts.
+    """
     n, h, w, c = x.shape
     fits("upsample", "x", x, x.shape)
     fits("upsample", "y", y, (n, 2 * h, 2 * w, c), x.dtype)
     device.call("upsample", x.address, x.itemsize, n, h, w, c, list(x.strides[:3]), y.address,
-                list(y.strides[:3]), stream)  # fmt: skip
+                list(y.strides[:3]), condition(run_if), stream)  # fmt: skip
 
 
 def upsample_backward(g: DeviceArray, dx: DeviceArray, stream: int, add: DeviceArray | None = None) -> None:
@@ -85,23 +87,27 @@ def _float_dtype(op: str, name: str, x: DeviceArray) -> int:
     return DTYPES[x.dtype]
 
 
-def patches(x: DeviceArray, out: DeviceArray, geo: Geometry, stream: int) -> None:
+def patches(
+    x: DeviceArray, out: DeviceArray, geo: Geometry, stream: int, run_if: DeviceArray | None = None
+) -> None:  # fmt: skip
     """out (N, OH, OW, width) bfloat16, contiguous = the kh * kw * C values of x (N, H, W, C) float32 or
     bfloat16 that each output pixel of the convolution meets, in the order of a weight's row, then zeros.
+    run_if: as of `upsample`.
     """
     dtype, c, width = _float_dtype("patches", "x", x), x.shape[3], out.shape[3]
     fits("patches", "x", x, (geo.n, geo.h, geo.w, c))
     to = whole("patches", "out", out, (geo.n, geo.oh, geo.ow, width), "bfloat16")
     device.call("patches", x.address, dtype, *x.shape, list(x.strides[:3]), geo.oh, geo.ow, geo.kh, geo.kw,
-                geo.stride, geo.top, geo.left, to, width, stream)  # fmt: skip
+                geo.stride, geo.top, geo.left, to, width, condition(run_if), stream)  # fmt: skip
 
 
 def conv2d_few(
     x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None, out: DeviceArray, geo: Geometry,
-    stream: int,
+    stream: int, run_if: DeviceArray | None = None,
 ) -> None:  # fmt: skip
     """out (N, OH, OW, O) float32 = the convolution of stride 1 of x (N, H, W, C) bfloat16, C a multiple of 8,
     with weight (O, kh, kw, C) bfloat16, + bias (O,) float32; O * kh * kw at most 64.
+    run_if: as of `upsample`.
     """
     op, c = "conv2d_few", x.shape[3]
     fits(op, "x", x, (geo.n, geo.h, geo.w, c), "bfloat16")
@@ -109,7 +115,7 @@ def conv2d_few(
     factor = whole(op, "weight", weight, (geo.o, geo.kh, geo.kw, c), "bfloat16")
     added = 0 if bias is None else whole(op, "bias", bias, (geo.o,), "float32")
     device.call(op, x.address, *x.shape, list(x.strides[:3]), factor, *out.shape[1:], geo.kh, geo.kw, geo.top,
-                geo.left, added, out.address, list(out.strides[:3]), stream)  # fmt: skip
+                geo.left, added, out.address, list(out.strides[:3]), condition(run_if), stream)  # fmt: skip
 
 
 def spread_taps(g: DeviceArray, y: DeviceArray, geo: Geometry, stream: int) -> None:

@@ -168,6 +168,7 @@ fp4bf16_status check_conv2d(const char* op, fp4bf16_conv2d_args* a) {
             a->residual != nullptr ? "a residual" : "x16_on_output = 1");
     FP4BF16_TRY(check_range(op, "accumulate", a->accumulate, FP4BF16_PROMOTED, FP4BF16_FAST));
     FP4BF16_TRY(check_range(op, "config", a->config, 0, INT32_MAX));
+    FP4BF16_TRY(check_run_if(op, a->run_if));
     FP4BF16_TRY(check_operand_dtype(op, "d_dtype", a->d_dtype));
     FP4BF16_TRY(check_result(op, {"d", a->d, a->n, a->oh, a->ow, a->o, a->d_strides, size_of(a->d_dtype)}));
     if (a->n == 0 || a->oh == 0 || a->ow == 0 || a->o == 0) return FP4BF16_OK;  // nothing is read or written

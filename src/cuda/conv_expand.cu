@@ -11,6 +11,7 @@ namespace {
 // Blocks of 16 channels of a line of pixels a thread block, line after line.
 __global__ void __launch_bounds__(kThreads)
     expand_lines(const __grid_constant__ fp4bf16_conv2d_args a, Divisor by_blocks) {
+    if (skipped(a.run_if)) return;
     wait_for_previous();
     const auto* d = static_cast<const __nv_bfloat16*>(a.d);
     const Outer outer = {power_of_two(-a.expanded_exponent), power_of_two(a.expanded_exponent), 0.0f};

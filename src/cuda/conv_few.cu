@@ -26,6 +26,7 @@ struct Few {
     int tile_h, tile_w, columns, region;  // results; pixels of a line and of all that they meet
     int64_t tiles;
     int tiles_h, tiles_w;
+    const int32_t* run_if;
 
     __host__ __device__ int weight_chunks() const { return (values > 32 ? 64 : 32) * row_chunks; }
     int shared_bytes() const { return weight_chunks() * 16 + region * stride * 4; }
@@ -124,6 +125,7 @@ __device__ inline void add_taps(const Few& p, int64_t image, int oy, int ox, con
 
 template <int kSide, int kParts>
 __global__ void __launch_bounds__(kFew) few_kernel(const __grid_constant__ Few p) {
+    if (skipped(p.run_if)) return;
     extern __shared__ uint4 few_memory[];
     wait_for_previous();
     auto* tile = reinterpret_cast<float*>(few_memory + p.weight_chunks());
@@ -216,8 +218,10 @@ extern "C" fp4bf16_status fp4bf16_conv2d_few(const void* x, int64_t n, int64_t h
                                              const int64_t x_strides[3], const void* weight, int64_t oh,
                                              int64_t ow, int64_t o, int64_t kh, int64_t kw, int64_t top,
                                              int64_t left, const float* bias, float* out,
-                                             const int64_t out_strides[3], void* stream) {
+                                             const int64_t out_strides[3], const int32_t* run_if,
+                                             void* stream) {
     const char* op = "conv2d_few";
+    FP4BF16_TRY(check_run_if(op, run_if));
     FP4BF16_TRY(check(op, n, h, w, c, oh, ow, o, kh, kw, top, left));
     if (n == 0 || oh == 0 || ow == 0 || o == 0) return FP4BF16_OK;
     const bool empty = h == 0 || w == 0 || c == 0;  // nothing to read: the biases alone
@@ -248,7 +252,7 @@ extern "C" fp4bf16_status fp4bf16_conv2d_few(const void* x, int64_t n, int64_t h
                     op, static_cast<long long>(kh), static_cast<long long>(kw), most);
     p.tiles_h = static_cast<int>(ceil_div(oh, p.tile_h)),
     p.tiles_w = static_cast<int>(ceil_div(ow, p.tile_w));
-    p.tiles = n * p.tiles_h * p.tiles_w;
+    p.tiles = n * p.tiles_h * p.tiles_w, p.run_if = run_if;
     const auto s = static_cast<cudaStream_t>(stream);
     if (kh == 3 && kw == 3) return p.values > 32 ? launch<3, 8>(op, p, s) : launch<3, 4>(op, p, s);
     return p.values > 32 ? launch<0, 8>(op, p, s) : launch<0, 4>(op, p, s);

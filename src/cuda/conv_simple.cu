@@ -54,6 +54,7 @@ struct Track {
 
 // The scales stand between the two tracks: the FP4 sum is multiplied, the BF16 sum then added to it.
 __global__ void __launch_bounds__(kThreads) conv2d_kernel(const __grid_constant__ fp4bf16_conv2d_args a) {
+    if (skipped(a.run_if)) return;
     wait_for_previous();
     const Track<uint8_t> fp4{a.x8, a.w8, a.x8_strides, a.w8_stride, a.c8,   a.h,     a.w,
                              a.kh, a.kw, a.stride,     a.top,       a.left, a.phases};
@@ -94,6 +95,7 @@ __global__ void __launch_bounds__(kThreads) conv2d_kernel(const __grid_constant_
 // Image, part and channel a thread: sums of what is stored. Parts are runs of pixels, as equal as can be.
 __global__ void __launch_bounds__(kThreads)
     sums_kernel(const __grid_constant__ fp4bf16_conv2d_args a, int64_t parts) {
+    if (skipped(a.run_if)) return;
     wait_for_previous();
     const auto* d = static_cast<const __nv_bfloat16*>(a.d);
     const int64_t elements = a.n * parts * a.o, pixels = a.oh * a.ow;
@@ -112,6 +114,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Sixteen channels a thread, by the quantiser's definition.
 __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant__ fp4bf16_conv2d_args a) {
+    if (skipped(a.run_if)) return;
     wait_for_previous();
     const auto* d = static_cast<const __nv_bfloat16*>(a.d);
     const Rule rule = {FP4BF16_NVFP4_EXACT, FP4BF16_RULE_DEFAULT, false, false};

@@ -8,10 +8,21 @@
 
 namespace fp4bf16 {
 
+// Of an operation that has a `run_if`.
+template <typename Op>
+__device__ inline auto skips(const Op& op, int) -> decltype(skipped(op.run_if)) {
+    return skipped(op.run_if);
+}
+template <typename Op>
+__device__ inline bool skips(const Op&, long) {
+    return false;
+}
+
 // A thread takes Op::kItems items that lie a block apart and loads all of them before it stores the first, so
 // that enough loads are under way. Op has a type Loaded, load(item) and store(Loaded).
 template <typename Op>
 __global__ void __launch_bounds__(kThreads) each_kernel(const Op op, int64_t items) {
+    if (skips(op, 0)) return;
     wait_for_previous();
     constexpr int64_t kBlock = int64_t{kThreads} * Op::kItems;
     for (int64_t first = blockIdx.x * kBlock + threadIdx.x; first < items; first += gridDim.x * kBlock) {

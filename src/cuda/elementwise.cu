@@ -30,6 +30,7 @@ struct Upsample {
     Grid grid;
     Picture<const T> x;
     Picture<T> y;
+    const int32_t* run_if;
     struct Loaded {
         T v;
         T* to;
@@ -168,22 +169,23 @@ struct Silu {
 // Strides in units of T, which is one element or 16 bytes of `bytes`-byte elements.
 template <typename T>
 void launch_upsample(const Grid& grid, const void* x, const int64_t* x_strides, void* y,
-                     const int64_t* y_strides, int64_t per_unit, void* stream) {
+                     const int64_t* y_strides, int64_t per_unit, const int32_t* run_if, void* stream) {
     int64_t from[3], to[3];
     for (int i = 0; i < 3; ++i) from[i] = x_strides[i] / per_unit, to[i] = y_strides[i] / per_unit;
-    const Upsample<T> op{grid, {static_cast<const T*>(x), from}, {static_cast<T*>(y), to}};
+    const Upsample<T> op{grid, {static_cast<const T*>(x), from}, {static_cast<T*>(y), to}, run_if};
     launch_each(op, grid.items(), stream);
 }
 
 template <typename T>
 void upsample(int64_t n, int64_t h, int64_t w, int64_t c, const void* x, const int64_t* x_strides, void* y,
-              const int64_t* y_strides, void* stream) {
+              const int64_t* y_strides, const int32_t* run_if, void* stream) {
     const Picture<const T> from(static_cast<const T*>(x), x_strides);
     const Picture<T> to(static_cast<T*>(y), y_strides);
     if (from.in_vectors(n, h, w, c) && to.in_vectors(n, 2 * h, 2 * w, c))
-        launch_upsample<uint4>({n, h, w, c / kVector<T>}, x, x_strides, y, y_strides, kVector<T>, stream);
+        launch_upsample<uint4>({n, h, w, c / kVector<T>}, x, x_strides, y, y_strides, kVector<T>, run_if,
+                               stream);
     else
-        launch_upsample<T>({n, h, w, c}, x, x_strides, y, y_strides, 1, stream);
+        launch_upsample<T>({n, h, w, c}, x, x_strides, y, y_strides, 1, run_if, stream);
 }
 
 template <typename T, bool kBackward>
@@ -222,7 +224,8 @@ using namespace fp4bf16;
 
 extern "C" fp4bf16_status fp4bf16_upsample(const void* x, int32_t element_bytes, int64_t n, int64_t h,
                                            int64_t w, int64_t c, const int64_t x_strides[3], void* y,
-                                           const int64_t y_strides[3], void* stream) {
+                                           const int64_t y_strides[3], const int32_t* run_if, void* stream) {
+    FP4BF16_TRY(check_run_if("upsample", run_if));
     if (element_bytes != 1 && element_bytes != 2)
         return fail(FP4BF16_INVALID_ARGUMENT, "upsample: element_bytes is %d, but must be 1 or 2",
                     static_cast<int>(element_bytes));
@@ -231,9 +234,9 @@ extern "C" fp4bf16_status fp4bf16_upsample(const void* x, int32_t element_bytes,
     FP4BF16_TRY(check_picture("upsample", "x", x, x_strides, element_bytes));
     FP4BF16_TRY(check_picture("upsample", "y", y, y_strides, element_bytes));
     if (element_bytes == 1)
-        upsample<uint8_t>(n, h, w, c, x, x_strides, y, y_strides, stream);
+        upsample<uint8_t>(n, h, w, c, x, x_strides, y, y_strides, run_if, stream);
     else
-        upsample<uint16_t>(n, h, w, c, x, x_strides, y, y_strides, stream);
+        upsample<uint16_t>(n, h, w, c, x, x_strides, y, y_strides, run_if, stream);
     return cuda_result(cudaGetLastError(), "upsample");
 }
 

@@ -44,7 +44,8 @@ fp4bf16_status check_shape(const char* op, const fp4bf16_gemm_args& a) {
     if (a.residual != nullptr) FP4BF16_TRY(check_operand_dtype(op, "residual_dtype", a.residual_dtype));
     FP4BF16_TRY(check_range(op, "row_scale_step", a.row_scale_step, 0, 1));
     FP4BF16_TRY(check_range(op, "col_scale_step", a.col_scale_step, 0, 1));
-    return check_range(op, "config", a.config, 0, INT32_MAX);
+    FP4BF16_TRY(check_range(op, "config", a.config, 0, INT32_MAX));
+    return check_run_if(op, a.run_if);
 }
 
 fp4bf16_status check_batch(const char* op, fp4bf16_gemm_args* a) {
@@ -169,6 +170,7 @@ __device__ void multiply(const Operand<T>& a, const Operand<T>& b, int64_t k_siz
 
 // The scales stand between the two tracks: the FP4 sum is multiplied, the BF16 sum then added to it.
 __global__ void __launch_bounds__(kThreads) gemm_simple_kernel(const fp4bf16_gemm_args p) {
+    if (skipped(p.run_if)) return;
     wait_for_previous();
     const int64_t tiles_m = (p.m + kTile - 1) / kTile, tiles_n = (p.n + kTile - 1) / kTile;
     const int64_t tiles = tiles_m * tiles_n * p.batch_count;

@@ -29,6 +29,7 @@ struct Patches {
     int64_t lines, block_lines;  // of the result, n * oh; of a block
     int oh, ow, groups, values;  // groups a pixel, and values before its zeros
     bf16* out;
+    const int32_t* run_if;
 };
 
 // Where one value lies from the first that its pixel may meet: lines, columns, elements.
@@ -68,6 +69,7 @@ __device__ void make_group(const Patches<T>& p, const Step (&step)[kValues], int
 // finds the places of its values once.
 template <typename T, bool kSpread>
 __global__ void __launch_bounds__(kThreads, 3) patches_kernel(const __grid_constant__ Patches<T> p) {
+    if (!kSpread && skipped(p.run_if)) return;
     wait_for_previous();
     for (int group = threadIdx.x; group < p.groups; group += blockDim.x) {
         const int count = p.values - group * kValues;
@@ -106,7 +108,8 @@ void launch_patches(Patches<T> p, void* stream) {
 
 template <bool kSpread>
 void patches(const void* x, fp4bf16_dtype dtype, const int64_t* strides, int64_t h, int64_t w, int64_t c,
-             const Taps& taps, int64_t n, int64_t oh, int64_t ow, void* out, int64_t width, void* stream) {
+             const Taps& taps, int64_t n, int64_t oh, int64_t ow, void* out, int64_t width,
+             const int32_t* run_if, void* stream) {
     const auto with = [&](auto zero) {
         using T = decltype(zero);
         const int64_t groups = width / kValues;
@@ -121,7 +124,8 @@ void patches(const void* x, fp4bf16_dtype dtype, const int64_t* strides, int64_t
                                     static_cast<int>(ow),
                                     static_cast<int>(groups),
                                     static_cast<int>(taps.kh * taps.kw * c),
-                                    static_cast<bf16*>(out)},
+                                    static_cast<bf16*>(out),
+                                    run_if},
                                    stream);
     };
     if (dtype == FP4BF16_FLOAT32)
@@ -172,8 +176,9 @@ using namespace fp4bf16;
 extern "C" fp4bf16_status fp4bf16_patches(const void* x, fp4bf16_dtype dtype, int64_t n, int64_t h, int64_t w,
                                           int64_t c, const int64_t x_strides[3], int64_t oh, int64_t ow,
                                           int64_t kh, int64_t kw, int64_t stride, int64_t top, int64_t left,
-                                          void* out, int64_t width, void* stream) {
+                                          void* out, int64_t width, const int32_t* run_if, void* stream) {
     const char* op = "patches";
+    FP4BF16_TRY(check_run_if(op, run_if));
     Taps taps{};
     FP4BF16_TRY(check_sizes(op, n, h, w, c));
     FP4BF16_TRY(check_taps(op, h, w, c, oh, ow, kh, kw, stride, top, left, &taps));
@@ -184,7 +189,7 @@ extern "C" fp4bf16_status fp4bf16_patches(const void* x, fp4bf16_dtype dtype, in
     const int64_t none[3] = {};
     if (c == 0) h = 0, c = 1;  // nothing to read, either
     patches<false>(x, dtype, x_strides != nullptr ? x_strides : none, h, w, c, taps, n, oh, ow, out, width,
-                   stream);
+                   run_if, stream);
     return cuda_result(cudaGetLastError(), op);
 }
 
@@ -202,6 +207,6 @@ extern "C" fp4bf16_status fp4bf16_spread_taps(const void* g, fp4bf16_dtype dtype
     if (oh > 0 && ow > 0 && o > 0) FP4BF16_TRY(check_source(op, "g", g, dtype, g_strides));
     const int64_t none[3] = {};
     patches<true>(g, dtype, g_strides != nullptr ? g_strides : none, oh, ow, o, taps, n, h, w, y, width,
-                  stream);
+                  nullptr, stream);
     return cuda_result(cudaGetLastError(), op);
 }

@@ -350,7 +350,7 @@ Problem forward_problem(const fp4bf16_conv2d_args& a) {
     q.image_scale = a.image_scale, q.image_scale_step = a.image_scale_step;
     q.image_bias = a.image_bias, q.image_bias_stride = a.image_bias_stride;
     q.image_bias_dtype = a.image_bias_dtype;
-    q.sums = a.sums;
+    q.sums = a.sums, q.run_if = a.run_if;
     if (a.phases != 0) set_phases(&p, a);
     return p;
 }

@@ -12,6 +12,7 @@ constexpr int kConvSharedBytes = C::kSharedBytes + 8 * Turns::kCount;
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_conv(const __grid_constant__ ConvParams p) {
+    if (skipped(p.run_if)) return;
     extern __shared__ uint8_t raw[];
     const SharedStages<C> shared(raw);
     uint64_t* const more = shared.empty + C::kStages;

@@ -60,6 +60,7 @@ struct ConvParams {
     int sum_parts;             // of an image
     int phase_parts;           // of a phase of it
     int log_part;              // rows of a part, which lie in one warpgroup's: 16 or more
+    const int32_t* run_if;     // of the launch; NULL: always
 };
 
 // Where a tile lies.

@@ -21,6 +21,7 @@ struct DualParams {
     bool staged;  // the result leaves through shared memory, by `d`; else from the registers
     Schedule schedule;
     Epilogue epilogue;
+    const int32_t* run_if;
 };
 
 // ---- producer
@@ -433,6 +434,7 @@ __device__ inline void consume(const DualParams& p, const SharedStages<C>& share
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) sm90_dual_gemm(const __grid_constant__ DualParams p) {
+    if (skipped(p.run_if)) return;
     extern __shared__ uint8_t raw[];
     const SharedStages<C> shared(raw);
     const int rank = C::kCluster == 1 ? 0 : ptx::cluster_rank();

@@ -68,6 +68,7 @@ fp4bf16_status launch_gemm(const fp4bf16_gemm_args& g, cudaStream_t stream) {
             static_cast<long long>(g.batch_count), static_cast<long long>(g.m), static_cast<long long>(g.n));
     p.schedule = Schedule(tiles_m, tiles_n, g.batch_count);
     p.epilogue = make_epilogue(g);
+    p.run_if = g.run_if;
     p.staged = g.d_dtype != FP4BF16_FLOAT32 && reinterpret_cast<uintptr_t>(g.d) % 16 == 0 &&
                g.d_stride % 8 == 0 && (g.batch_count == 1 || g.d_batch_stride % 8 == 0);
     if (p.staged)  // 16-bit elements, whichever
