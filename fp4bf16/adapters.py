@@ -254,10 +254,13 @@ class Cupy:
         """
         if stream <= 2 or stream in self.pooled:  # 1, 2: the default streams
             return None
-        if not self.cupy.cuda.runtime.streamIsCapturing(stream):
+        if not self.capturing(stream):
             return None
         self.held.append(self.cupy.cuda.MemoryPool())
         return self.cupy.cuda.using_allocator(self.held[-1].malloc)
+
+    def capturing(self, stream: int) -> bool:
+        return stream > 2 and bool(self.cupy.cuda.runtime.streamIsCapturing(stream))
 
     def _kept(self, x: Any) -> Any:
         stream = self.cupy.cuda.get_current_stream()

@@ -346,6 +346,12 @@ class _Current:
         return None
 
 
+def capturing(x: DeviceArray, handle: int) -> bool:
+    """Whether a graph is being captured on stream `handle`, as far as x's framework says."""
+    asked = getattr(_FRAMEWORKS[x.framework], "capturing", None)
+    return asked is not None and asked(handle)
+
+
 def ordered(op: str, stream: Any, arrays: Sequence[DeviceArray]) -> Any:
     """A context that gives the stream's handle: in it, `stream` and its device are the framework's current
     ones, so that what is allocated, converted and freed inside is ordered with the kernels.

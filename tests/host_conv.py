@@ -93,7 +93,7 @@ def expanded(d: np.ndarray, exponent: int) -> np.ndarray:
 
 class Convolutions:
     def __init__(self, library):
-        self.at = library.at
+        self.at, self.runs = library.at, library.runs
 
     # ---- memory
     def _pictures(self, pointer, shape, dtype, strides) -> np.ndarray:
@@ -134,6 +134,8 @@ class Convolutions:
 
     # ---- forward
     def conv2d(self, a) -> None:
+        if not self.runs(a.run_if):
+            return
         assert 0 not in (a.kh, a.kw, a.stride) and min(a.top, a.left) >= 0, "sizes"
         assert a.phases in (0, 1), f"phases is {a.phases}"
         if a.phases:

@@ -28,6 +28,7 @@ from fp4bf16 import device
 from fp4bf16.adapters import DeviceArray, _dtype_name
 from fp4bf16.backends import cpu_quantize, cuda, cuda_math
 from fp4bf16.backends.threads import blas_limit
+from fp4bf16.fallbacks import fallbacks
 from fp4bf16.formats import FORMATS
 from fp4bf16.interop import BFLOAT16
 from fp4bf16.python_ref.formats import E2M1, E4M3, E8M0, encode_e4m3, unpack
@@ -45,7 +46,7 @@ POISON = 0xA5
 #: Modules beside this one whose ``define(library)`` adds the emulation of a kernel family.
 EXTENSIONS = (
     "host_conv", "host_norm", "host_attention", "host_elementwise", "host_diffusion", "host_optimizer",
-    "host_lora",
+    "host_lora", "host_certificate",
 )  # fmt: skip
 
 
@@ -264,8 +265,14 @@ class HostCuda(cuda.Library):
         target[..., :k] = _rounded(_rounded(source, np.dtype(np.float32)), DTYPES[out_dtype])
         target[..., k:] = 0
 
+    def runs(self, run_if) -> bool:
+        """Whether a launch with this `run_if` does something."""
+        return not self.at(run_if) or bool(memory(self.at(run_if), (1,), np.int32)[0])
+
     # ---- product
     def gemm(self, a) -> None:
+        if not self.runs(a.run_if):
+            return
         for z in range(a.batch_count or 1):
             self._gemm(a, z)
 
@@ -456,6 +463,7 @@ def host_cuda(monkeypatch):
     monkeypatch.setattr(cuda, "load", lambda: library)
     monkeypatch.setitem(device._FRAMEWORKS, "fake", fake)
     monkeypatch.setitem(device._KINDS, FakeArray, fake)
+    monkeypatch.setattr(fallbacks, "_device", {})
     with blas_limit():
         yield library
 

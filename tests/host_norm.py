@@ -22,6 +22,19 @@ def define(library) -> None:
         library._define(name, f"{kind}, void*", function)
         size = library.ffi.callback(f"int64_t({kind})", lambda args: WORKSPACE)
         setattr(library.lib, f"fp4bf16_{name}_workspace_size", size)
+    library.lib.fp4bf16_group_norm_norm_parts = library.ffi.callback(
+        "int64_t(const fp4bf16_group_norm_args*)", norm_parts
+    )
+
+
+def norm_parts(a) -> int:
+    """Images times chunks of 64 pixels."""
+    return a.n * max(1, -(-a.pixels // 64))
+
+
+def above(v: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """float32 over `v`, by a share of `room` at least: upper bounds, as a kernel's are."""
+    return np.nextafter((v * (1 + room)).astype(np.float32), np.float32(np.inf))
 
 
 def static_exponent(gamma: np.ndarray, beta: np.ndarray, count: int) -> int:
@@ -53,7 +66,7 @@ def means(x: np.ndarray) -> np.ndarray:
 
 class Norm:
     def __init__(self, library):
-        self.at = library.at
+        self.at, self.runs = library.at, library.runs
 
     def _picture(self, a, name: str) -> np.ndarray:
         """(n, pixels, c), the array itself."""
@@ -86,7 +99,7 @@ class Norm:
 
     def forward(self, a) -> None:
         self._check(a)
-        if 0 in (a.n, a.pixels, a.c):
+        if 0 in (a.n, a.pixels, a.c) or not self.runs(a.run_if):
             return
         gamma, beta = (self._floats(a, name, a.c).astype(np.float64) for name in ("gamma", "beta"))
         x = self._grouped(a, self._picture(a, "x"))
@@ -120,6 +133,12 @@ class Norm:
             assert self.at(a.block_scale), "block_scale is NULL, but packed needs it"
             memory(self.at(a.packed), (rows, a.c // 2), np.uint8)[...] = q.packed
             memory(self.at(a.block_scale), (rows, a.c // 16), np.uint8)[...] = q.block_scale
+        if self.at(a.norms):
+            by_row = np.stack([q.sums[:, 2], q.sums[:, 1]], 1).reshape(a.n, a.pixels, 2)
+            chunks = norm_parts(a) // a.n
+            parts = [run.sum(1) for run in np.array_split(by_row, chunks, axis=1)]
+            target = memory(self.at(a.norms), (a.n, chunks, 2), np.float32)
+            target[...] = above(np.stack(parts, 1), np.array([0.24, 1e-4]))
 
     def backward(self, a) -> None:
         self._check(a)

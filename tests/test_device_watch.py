@@ -193,39 +193,6 @@ def test_infinities_are_said(rng):
     assert probe.omega["conv_in.weight"] == np.inf and not np.isfinite(probe.ratios["conv_in.weight"])
 
 
-# ---- scales ------------------------------------------------------------------------------------------------
-def scales_of(case, scales):
-    scales.begin()
-    with watch.watching(scales):
-        case.forward()
-    scales.end(case.device.flat)
-    return scales.read()
-
-
-def test_scales_follow_input_and_weight(rng):
-    """A weight that grows by 2^10 has scales that are 2^10 as large, with a twin and without; those of others
-    stay.
-    """
-    case = Case("tiny", rng, put, MIXED)
-    scales = watch.Scales(list(products(case)), case.device.flat.layout, case.device.flat.data)
-    before = scales_of(case, scales)
-    fast = {n for n, track in products(case).items() if track == "fp4"}
-    assert set(before) == fast
-    assert all(x > 0 and w > 0 for x, w in before.values())
-    assert fast - set(case.device.flat.layout.twins) == {"conv_in.weight"}  # 12 channels
-    state, name = case.device.state_dict(), "up_blocks.1.resnets.0.conv2.weight"
-    larger = {n: state[n] * 1024 for n in (name, "conv_in.weight")}
-    case.device.load_state_dict(state | {name: larger[name]})
-    after = scales_of(case, scales)
-    assert after[name] == (before[name][0], 1024 * before[name][1])
-    for n in ("down_blocks.0.resnets.0.conv1.weight", "conv_in.weight"):
-        assert after[n] == before[n]
-    case.device.load_state_dict(state | larger)
-    assert scales_of(case, scales)["conv_in.weight"][1] == 1024 * before["conv_in.weight"][1]
-    case.x *= 4
-    assert scales_of(case, scales)["conv_in.weight"][0] == 4 * before["conv_in.weight"][0]
-
-
 # ---- products by phases ------------------------------------------------------------------------------------
 class Again(watch.RunWatcher):
     """Makes the product of the upsampling again, on both tracks; keeps its results and its gradient."""

@@ -46,6 +46,9 @@ class Arrays:
     def double(self, x):
         return x.astype(np.float64)
 
+    def single(self, x):
+        return x.astype(np.float32)
+
     def qr(self, x):
         return self.xp.linalg.qr(x)[0]
 
@@ -71,6 +74,9 @@ class TorchArrays(Arrays):
 
     def double(self, x):
         return x.double()
+
+    def single(self, x):
+        return x.float()
 
     def svd(self, x):
         return self.xp.linalg.svd(x, full_matrices=False)

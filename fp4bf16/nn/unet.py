@@ -440,6 +440,11 @@ class UNet2D(Module):
             self._network = None
         return self
 
+    @property
+    def network(self) -> Any:
+        """Its form on the GPU, an `nn.cuda.unet.Network`; None on the CPU."""
+        return self._network
+
     def inventory(self) -> dict[str, int]:
         """Bytes on the GPU by kind: weights, gradients, and what the last recorded forward kept for its
         backward.

@@ -5,7 +5,7 @@
         loss.backward()                  # and what they tapped runs on the way back
 
 `Linear.forward` and `Conv2d.forward` consult the watchers in force; without any nothing changes, bit for bit.
-A product on a GPU's UNet, which is one node of the tape, is not seen here.
+A product on a GPU's UNet, which is one node of the tape, is not seen here: `nn.cuda.watch` has its watchers.
 """
 
 from __future__ import annotations

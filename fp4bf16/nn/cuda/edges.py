@@ -75,7 +75,7 @@ class First:
 
     def _patches(self, run: Run, x: DeviceArray) -> DeviceArray:
         wide = run.empty((*self.output(x.shape)[:3], round_up(self.rows.c, 8)))
-        cuda_elementwise.patches(x, wide, self.layer.geometry(x.shape), run.stream)
+        cuda_elementwise.patches(x, wide, self.layer.geometry(x.shape), run.stream, run.run_if)
         return wide
 
     def backward(self, run: Run, kept: Kept, g: DeviceArray, add: None = None) -> None:

@@ -18,6 +18,7 @@ from ...backends.cuda_optimizer import Entry, Table
 from ...device import DeviceArray
 from ...errors import DTypeError, ShapeError
 from ..module import FlatParameters
+from .norms import WeightNorms
 
 _TWIN, _SCALES = 128, 32  # elements: twins of equal rows start on a line of the cache, as do their scales
 
@@ -68,7 +69,7 @@ class Layout:
     equal rows one after another, so that one launch can decode them (`alike`: length of the rows -> them).
 
     Attributes: shapes, offsets, twins (name -> place of its bytes, of its scales); size, twin_size,
-    scale_size: elements of the arrays; table: what the optimizer's kernel walks over.
+    scale_size: elements of the arrays; table: what the optimizer's kernel walks over; rows: see `row_of`.
     """
 
     def __init__(self, flat: FlatParameters, like: DeviceArray, quantised: Callable[[str], bool]):
@@ -78,6 +79,7 @@ class Layout:
         self.alike: dict[int, Alike] = {}
         self.twin_size = self.scale_size = 0
         self._place_twins([n for n, shape in self.shapes.items() if quantised(n) and takes_twin(shape)])
+        self.rows: dict[tuple, int] = {}
         self.table = self.table_of(self.shapes, like)
 
     def _place_twins(self, names: list[str]) -> None:
@@ -102,6 +104,16 @@ class Layout:
         if name not in self.twins:
             return Entry(self.offsets[name], 1, math.prod(shape))
         return Entry(self.offsets[name], shape[0], self.row_length(name), *self.twins[name])
+
+    @property
+    def most_rows(self) -> int:
+        """More than there are products: a row for each layer, by phases, and with those beside it."""
+        return 3 * sum(len(shape) > 1 for shape in self.shapes.values())
+
+    def row_of(self, layer: Any) -> int:
+        """The row of a product (`products.Layer`) in tables of them, in the order in which they are met."""
+        key = layer.name, layer.o, bool(layer.how)
+        return self.rows.setdefault(key, len(self.rows))
 
     def row_length(self, name: str) -> int:
         """Elements of an output of a matrix or kernel."""
@@ -178,6 +190,7 @@ class DeviceParameters:
         self._views: dict[tuple, DeviceArray] = {}
         self._padded: dict[tuple, DeviceArray] = {}
         self._phases: dict[str, Phases] = {}
+        self._norms: WeightNorms | None = None
 
     def clone(self, stream: int = 0, grad: bool = False, copies: bool = True) -> DeviceParameters:
         """Another set of the same layout with the same numbers, its copies made where these have some and
@@ -285,6 +298,15 @@ class DeviceParameters:
         flat = self.data, self.grad, self.bf16, self.twin, self.twin_scale, *self._padded.values()
         return sum(x.nbytes for x in flat if x is not None) + self.phase_bytes()
 
+    @property
+    def norms(self) -> WeightNorms:
+        """Norms of the weights of FP4 products, for certificates: made when asked for, and kept up to date
+        by every `refresh` and step from then on.
+        """
+        if self._norms is None:
+            self._norms = WeightNorms(self)
+        return self._norms
+
     def phase_bytes(self) -> int:
         """Memory of all weights by phases with their copies."""
         return sum(x.nbytes for made in self._phases.values() for x in made[:4])
@@ -317,14 +339,16 @@ class DeviceParameters:
         self.refresh_padded(stream)
 
     def refresh_padded(self, stream: int = 0) -> None:
-        """Make the padded copies and the weights by phases anew from `data`; the others come from the
-        optimizer's pass.
+        """Make the padded copies, the weights by phases and `norms` anew from `data`; the others come from
+        the optimizer's pass.
         """
         self.version += 1
         for key in self._padded:
             self._pad(key, stream)
         for name in self._phases:
             self._fill_phases(name, stream)
+        if self._norms is not None:
+            self._norms.refresh(stream)
 
     def copies(self) -> dict[str, DeviceArray]:
         """The copies as arguments of `cuda_optimizer`; without those that are empty."""

@@ -20,6 +20,7 @@ from ...backends import cuda_conv, cuda_elementwise, cuda_norm
 from ...backends.cuda_gemm import round_up
 from ...errors import ConfigError
 from ...tracks import resolve_track
+from .certificates import Sizes, by_picture
 from .workspace import Pictures, Run, decoded, quantize, rows, seen, shaped
 
 #: A run and a track to the same pictures as a product on that track reads them, and the layer that reads them
@@ -194,12 +195,14 @@ class Feed(NamedTuple):
     x: E4M3 (N, H, W, C rounded up to 16) with `scale`, one for all or one a picture; or BF16, `scale` None.
     again: a function of the `Run` that gives them in BF16 (N, H, W, C) in the backward; None where there
     will be none. other: gives them on another track, for the watchers of a run; None where there are none.
+    sizes: their norms on FP4, where products are certified.
     """
 
     x: DeviceArray
     scale: DeviceArray | None
     again: Callable[[Run], DeviceArray] | None
     other: Other | None = None
+    sizes: Sizes | None = None
 
 
 def given(array: DeviceArray, run: Run) -> DeviceArray:
@@ -220,11 +223,11 @@ class Norm:
     def __init__(self, name: str, module: Any):
         self.name, self.groups, self.eps = name, module.groups, module.eps
 
-    def forward(self, run: Run, x: Pictures, silu: bool, **results: DeviceArray) -> None:
-        """Fills `results`: those of `cuda_norm.group_norm`."""
+    def forward(self, run: Run, x: Pictures, silu: bool, **results: Any) -> DeviceArray | None:
+        """Fills `results`: those of `cuda_norm.group_norm`, whose norms it returns."""
         gamma, beta = (run.weights.data_of(f"{self.name}.{part}") for part in ("weight", "bias"))
-        cuda_norm.group_norm(x.array, gamma, beta, self.groups, self.eps, run.stream, silu=silu,
-                             sums=x.sums or None, **results)  # fmt: skip
+        return cuda_norm.group_norm(x.array, gamma, beta, self.groups, self.eps, run.stream, silu=silu,
+                                    sums=x.sums or None, run_if=run.run_if, **results)  # fmt: skip
 
     def statistics(self, run: Run, x: DeviceArray) -> dict[str, DeviceArray]:
         """Memory for mean and reciprocal deviation (N, groups), which the backward reads."""
@@ -284,14 +287,19 @@ def _normed_again(norm: Norm, x: Pictures, silu: bool, run: Run) -> DeviceArray:
 def _normed_fp4(run: Run, norm: Norm, x: Pictures, silu: bool, statistics: dict) -> Feed:
     shape, count = x.array.shape, rows(x.array)[0]
     expanded, outer = run.empty(shape, "uint8"), run.empty((1,), "float32")
-    results = {"expanded": expanded, "outer_scale": outer, **statistics}
-    if not run.recording or run.save == "recompute":
-        norm.forward(run, x, silu, **results)
+    results: dict[str, Any] = {"expanded": expanded, "outer_scale": outer, **statistics}
+    if run.certificates is not None:
+        results["norms"] = lambda parts: run.empty((parts, 2), "float32")
+    if keep := run.recording and run.save != "recompute":
+        packed, block = _packed(run, shape, "saved FP4" if run.save == "packed" else None)
+        results |= {"packed": packed, "block_scale": block}
+    sizes = Sizes(norms=norm.forward(run, x, silu, **results), outer=outer)
+    if keep:
+        again = _kept(run, packed, block, outer, count, shape)
+    else:
         run.hold("statistics", *x.sums)
-        return Feed(expanded, outer, partial(_normed_fp4_again, norm, x, silu) if run.recording else None)
-    packed, block = _packed(run, shape, "saved FP4" if run.save == "packed" else None)
-    norm.forward(run, x, silu, packed=packed, block_scale=block, **results)
-    return Feed(expanded, outer, _kept(run, packed, block, outer, count, shape))
+        again = partial(_normed_fp4_again, norm, x, silu) if run.recording else None
+    return Feed(expanded, outer, again, sizes=None if run.certificates is None else sizes)
 
 
 def _normed_fp4_again(norm: Norm, x: Pictures, silu: bool, run: Run) -> DeviceArray:
@@ -336,10 +344,15 @@ def pictures(run: Run, x: DeviceArray, track: str, kept: bool = False) -> Feed:
     elif run.recording:
         hold = "saved FP4" if run.save == "packed" else None
         results["packed"], results["block_scale"] = _packed(run, x.shape, hold)
+    sizes = None
+    if run.certificates is not None:
+        results["sums"] = run.empty((n * h * w, 3), "float64")
     _quantise_pictures(run, x, results)
+    if run.certificates is not None:
+        sizes = Sizes(sums=by_picture(run, results["sums"], n), picture=h * w * c)
     if run.recording and again is None:
         again = _kept(run, results["packed"], results["block_scale"], outer, h * w, x.shape)
-    return Feed(expanded, outer, again, other)
+    return Feed(expanded, outer, again, other, sizes)
 
 
 def _pictures_on(x: DeviceArray, run: Run, track: str) -> tuple[Feed, None]:
@@ -363,7 +376,8 @@ def upsampled(run: Run, x: DeviceArray, track: str) -> Feed:
     small = pictures(run, x, track)
     again = None if small.again is None else partial(_upsampled_again, small.again)
     other = partial(_upsampled_on, x) if run.watchers else None
-    return Feed(doubled(run, small.x), small.scale, again, other)
+    sizes = None if small.sizes is None else small.sizes._replace(times=2.0)
+    return Feed(doubled(run, small.x), small.scale, again, other, sizes)
 
 
 def _upsampled_on(x: DeviceArray, run: Run, track: str) -> tuple[Feed, None]:
@@ -377,7 +391,7 @@ def _upsampled_again(again: Callable[[Run], DeviceArray], run: Run) -> DeviceArr
 def doubled(run: Run, x: DeviceArray) -> DeviceArray:
     n, h, w, c = x.shape
     y = run.empty((n, 2 * h, 2 * w, c), x.dtype)
-    cuda_elementwise.upsample(x, y, run.stream)
+    cuda_elementwise.upsample(x, y, run.stream, run.run_if)
     return y
 
 
@@ -414,10 +428,14 @@ def product(run: Run, layer: Layer, feed: Feed, d: DeviceArray, sums: bool = Fal
     def memory(parts: int) -> DeviceArray:
         return run.empty((geometry.n, parts, geometry.o, 2), "float32")
 
-    wanted = memory if sums and _sums_pay(geometry) else None
-    made = cuda_conv.forward(geometry, d, run.stream, sums=wanted, **operands)
+    pay = sums and _sums_pay(geometry)
+    certificates = None if feed.sizes is None else run.certificates
+    wanted = memory if pay or certificates is not None else None
+    made = cuda_conv.forward(geometry, d, run.stream, sums=wanted, run_if=run.run_if, **operands)
+    if certificates is not None:
+        pay &= certificates.certify(run, layer, feed, d, made, finish)
     observed(run, layer, feed, d, scale, finish)
-    return Pictures(d, () if made is None else (made,))
+    return Pictures(d, (made,) if pay and made is not None else ())
 
 
 def observed(run: Run, layer: Layer, feed: Feed, d: DeviceArray | None, scale: DeviceArray | None = None,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -36,7 +36,13 @@ _VANISHES = 1e-30  # as of `consistency`: squares of outputs under this, an elem
 
 
 class RunWatcher:
-    """Looks at the products of recorded runs; this one does nothing."""
+    """Looks at the products of runs; this one does nothing.
+
+    Attributes: recorded, whether of recorded runs alone; by_phases, whether products by phases are watched as
+    they are, in place of the layer's own; certifies, whether it is a `certificates.Certificates`.
+    """
+
+    recorded, by_phases, certifies = True, False, False
 
     def product(self, run: Run, layer: Any, feed: Any, scale: DeviceArray | None, d: DeviceArray | None,
                 finish: Mapping[str, Any]) -> None:  # fmt: skip
@@ -52,15 +58,17 @@ class RunWatcher:
 
 @contextmanager
 def watching(*watchers: RunWatcher) -> Iterator[None]:
-    """Recorded runs that begin inside are watched by these, in place of those outside, for as long as they
-    live: their backward too.
+    """Runs that begin inside are watched by these, in place of those outside, for as long as they live: their
+    backward too.
 
-    Raises `TypeError` for what is no `RunWatcher`.
+    Raises `TypeError` for what is no `RunWatcher`, `ValueError` for two that certify.
     """
     for watcher in watchers:
         if not isinstance(watcher, RunWatcher):
             raise TypeError(f"watching: {watcher!r} is a {type(watcher).__name__}, but a RunWatcher is "
                             f"needed; on the device others are not asked")  # fmt: skip
+    if sum(watcher.certifies for watcher in watchers) > 1:
+        raise ValueError("watching: two of the watchers certify products, but one can; pass one of them")
     token = _watchers.set(watchers)
     try:
         yield
@@ -88,66 +96,6 @@ def alone(run: Run, layer: Any, feed: Any, track: str, like: DeviceArray | None)
     for of, start in layer.on(track):
         product(run, of, feed, part(out, start, of.o))
     return out
-
-
-# ---- scales: in a captured graph, at every step ------------------------------------------------------------
-class Scales(RunWatcher):
-    """Sizes of what the FP4 products of a run multiply, from the scales that their quantisers have made: in
-    place of norms, which no kernel sums up yet. A few copies of single numbers, which a graph can hold.
-
-    names: of layers. `into` (2, names) float32 on the device: the largest outer scale of the layer's input,
-    which is proportional to its largest element, and the sum of squares of the outer scales of its weight's
-    outputs. The first is zero where the layer has run on BF16.
-
-    Certificates made by kernels, when there are such, go into rows of their own beside these two.
-    """
-
-    def __init__(self, names: Sequence[str], layout: Any, like: DeviceArray):
-        self.places = {name: i for i, name in enumerate(names)}
-        self._twins = frozenset(layout.twins)
-        self.into = device.full((2, len(names)), 0, "float32", like, "scales")
-        rows = [layout.shapes[name][0] if name in layout.twins else 0 for name in names]
-        index = np.zeros((len(names), max([1, *rows])), np.int64)
-        live = np.zeros(index.shape, np.float32)
-        for i, (name, count) in enumerate(zip(names, rows, strict=True)):
-            if count:
-                index[i, :count] = layout.twins[name][1] + np.arange(count)
-                live[i, :count] = 1
-        self._index, self._live = (device.from_host(a, like, "scales") for a in (index, live))
-
-    def begin(self) -> None:
-        """Before the forward."""
-        cuda_math.of(self.into).raw(self.into)[...] = 0
-
-    def product(self, run, layer, feed, scale, d, finish) -> None:
-        if feed.scale is None:
-            return
-        raw = cuda_math.of(self.into).raw
-        largest, into = raw(feed.scale).max(), raw(self.into)
-        for name, start, count in layer.members:
-            place = self.places.get(name)
-            if place is None:
-                continue
-            into[0, place] = largest
-            if name not in self._twins:  # whose weight is quantised anew each time
-                own = raw(scale)[start : start + count]
-                into[1, place] = (own * own).sum()
-
-    def end(self, weights: Any) -> None:
-        """After the forward: the twins', of all layers at once."""
-        if weights.twin_scale.size:
-            raw = cuda_math.of(self.into).raw
-            scales = raw(weights.twin_scale).take(raw(self._index)) * raw(self._live)
-            into = raw(self.into)[1]
-            into += (scales * scales).sum(axis=1)
-
-    def read(self) -> dict[str, tuple[float, float]]:
-        """{name: (input, weight)} of the layers that ran on FP4; waits. weight: the root of the sum."""
-        found = device.to_host(self.into).astype(np.float64)
-        return {
-            name: (float(found[0, i]), float(np.sqrt(found[1, i])))
-            for name, i in self.places.items() if found[0, i] != 0
-        }  # fmt: skip
 
 
 # ---- both tracks, on a sampled step ------------------------------------------------------------------------

@@ -56,7 +56,9 @@ class Run:
         held: bytes kept for the backward, by kind.
         twins: of the weights, decoded for the backward (`products.Layer.seen`), by the length of their rows.
         time: what the residual blocks read of the time embedding (`embedding.Time`).
-        watchers: what looks at the products of a recorded run (`watch`).
+        watchers: what looks at the products (`watch`), those that ask for it of a run that records nothing.
+        certificates: that one of them which certifies FP4 products (`certificates`), or None.
+        run_if: a flag (1,) int32 on the device without which products and norms do nothing, or None.
     """
 
     def __init__(
@@ -71,17 +73,29 @@ class Run:
         self._counted: set[tuple[int, int]] = set()
         self.twins: dict[int, DeviceArray] = {}
         self.time: Any = None
-        self.watchers = watchers if recording else ()
+        self.watchers = tuple(w for w in watchers if recording or not w.recorded)
+        self.certificates = next((w for w in self.watchers if w.certifies), None)
+        self.run_if: DeviceArray | None = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is computed inside is no part of the pass: nothing is kept for backward, nobody watches."""
-        before = self.recording, self.watchers
-        self.recording, self.watchers = False, ()
+        before = self.recording, self.watchers, self.certificates
+        self.recording, self.watchers, self.certificates = False, (), None
         try:
             yield
         finally:
-            self.recording, self.watchers = before
+            self.recording, self.watchers, self.certificates = before
+
+    @contextmanager
+    def only_if(self, flag: DeviceArray) -> Iterator[None]:
+        """`aside`, and products and norms inside do nothing where `flag` is 0 when they start."""
+        with self.aside():
+            self.run_if = flag
+            try:
+                yield
+            finally:
+                self.run_if = None
 
     def empty(self, shape: Sequence[int], dtype: str = "bfloat16", hold: str | None = None) -> DeviceArray:
         """New memory; `hold` is the kind under which it is counted where it is kept for the backward."""
