@@ -12,9 +12,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import math
-import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,13 +21,14 @@ from typing import Any
 import numpy as np
 
 from .dispatch import backend_for
+from .fallbacks import Fallbacks, fallbacks
 from .formats import QuantizedArray, QuantStats
 from .python_ref import certify as formulas
 from .python_ref.certify import LIPSCHITZ, conv_factor, sketch_factor
 
 __all__ = [
-    "ActivationNorms", "Certificate", "WeightNorms", "activation_norms", "added_norms", "certificate",
-    "conv_factor", "device_certificate", "fallbacks", "quant_stats", "quantized_weight_norms",
+    "ActivationNorms", "Certificate", "Fallbacks", "WeightNorms", "activation_norms", "added_norms",
+    "certificate", "conv_factor", "device_certificate", "fallbacks", "quant_stats", "quantized_weight_norms",
     "sketch", "sketch_factor", "sketched_master", "sketching", "spectral_norm_upper", "weight_norms",
 ]  # fmt: skip
 
@@ -207,12 +206,12 @@ def weight_norms(w: np.ndarray, used: np.ndarray, branch: np.ndarray | None = No
     return WeightNorms(norm(w), norm(used), *sigmas)
 
 
-_known: dict[int, tuple[weakref.ref, Any]] = {}
+_known: dict[tuple[int, str], tuple[weakref.ref, Any]] = {}
 
 
-def _once(owner: Any, make: Callable[[], Any]) -> Any:
-    """make(), kept as long as `owner` lives."""
-    key = id(owner)
+def once(owner: Any, make: Callable[[], Any], kind: str = "norms") -> Any:
+    """make(), kept as long as `owner` lives; one of each kind."""
+    key = id(owner), kind
     found = _known.get(key)
     if found is None or found[0]() is not owner:
         found = _known[key] = (weakref.ref(owner, lambda _: _known.pop(key, None)), make())
@@ -231,11 +230,11 @@ def quantized_weight_norms(
     """
     owner = q.stats if q.stats is not None else q.packed
     if master is None:
-        return _once(owner, lambda: _quantized_weight_norms(q, decode()))
-    held = _known.get(id(owner))
+        return once(owner, lambda: _quantized_weight_norms(q, decode()))
+    held = _known.get((id(owner), "norms"))
     if held is not None and held[0]() is owner and held[1].reference != "master":  # known less well so far
-        _known.pop(id(owner), None)  # unless another thread was first
-    return _once(owner, lambda: _master_norms(q, decode(), master))
+        _known.pop((id(owner), "norms"), None)  # unless another thread was first
+    return once(owner, lambda: _master_norms(q, decode(), master))
 
 
 def _master_norms(q: QuantizedArray, used: np.ndarray, master: np.ndarray) -> WeightNorms:
@@ -411,29 +410,6 @@ def device_certificate(
 def same(dtype: str = "float32") -> Certificate:
     """The certificate of a call that ran on the BF16 track itself: no distance."""
     return Certificate(0.0, 0.0, 0.0, 1.0)
-
-
-# ---- a threshold -------------------------------------------------------------------------------------------
-class Fallbacks:
-    """How often calls with ``threshold=`` were certified and how often redone, by operation, in this process.
-
-    Attributes: calls, redone: {"matmul" | "linear" | "conv2d": number}.
-    """
-
-    def __init__(self) -> None:
-        self.calls, self.redone, self._lock = Counter(), Counter(), threading.Lock()
-
-    def count(self, op: str, redone: bool) -> None:
-        with self._lock:
-            self.calls[op] += 1
-            self.redone[op] += redone
-
-    def reset(self) -> None:
-        with self._lock:
-            self.calls.clear(), self.redone.clear()
-
-
-fallbacks = Fallbacks()
 
 
 # ---- the sketch --------------------------------------------------------------------------------------------

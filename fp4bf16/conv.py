@@ -105,12 +105,12 @@ def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=No
     [[64, 96], [96, 144]]
     """
 
-    def run(certify=certify):
+    def run(certify=certify, threshold=None):
         return _conv2d(as_arg(x, "x"), as_arg(w, "w"), stride, padding, bias, activation, residual, track,
-                       format, certify, dtype, out, stream, accumulate)  # fmt: skip
+                       format, certify, dtype, out, stream, accumulate, threshold)  # fmt: skip
 
     if threshold is not None:
-        return within("conv2d", threshold, certify, run)
+        return within("conv2d", x, threshold, certify, run)
     if certify or stream is not None or type(x) is np.ndarray:
         return run()
     options = track, activation, stride, padding, dtype, format, accumulate
@@ -118,7 +118,7 @@ def conv2d(x, w, *, stride=1, padding=0, bias=None, activation=None, residual=No
 
 
 def _conv2d(x: Arg, w: Arg, stride, padding, bias, activation, residual, track, format, certify, dtype, out,
-            stream, accumulate):  # fmt: skip
+            stream, accumulate, threshold=None):  # fmt: skip
     check_accumulate("conv2d", accumulate)
     gpu = lie_on_device("conv2d", stream, x, w)
     track, fmt = choose_track("conv2d", track, x, w), choose_format(format, x, w)
@@ -128,7 +128,7 @@ def _conv2d(x: Arg, w: Arg, stride, padding, bias, activation, residual, track, 
     if gpu:
         dtype, epilogue = str(result_dtype_of("conv2d", dtype, x, w)), (bias, activation, residual)
         return conv_cuda.conv2d(x, w, device_geometry(geo), track, fmt, dtype, epilogue, certify, out, stream,
-                                accumulate)  # fmt: skip
+                                accumulate, threshold)  # fmt: skip
     kernels, exact, shape = backend_for(x, w), is_exact(track, x, w), (geo.n, geo.oh, geo.ow, geo.o)
     epilogue = Epilogue("conv2d", bias, activation, residual, shape, track == "reference", kernels)
     framework = check_frameworks("conv2d", [x, w, *epilogue.args])

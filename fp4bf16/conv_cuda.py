@@ -225,6 +225,7 @@ class Finish:
     activation: str | None = None
     residual: DeviceArray | None = None
     accumulate: str = "promoted"
+    run_if: DeviceArray | None = None
 
     def arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -279,11 +280,16 @@ def finish_of(call: Call, accumulate: str) -> Finish:
     return Finish(bias, call.activation, residual, accumulate)
 
 
-def conv2d(x: Arg, w: Arg, geo: Geometry, track, fmt, dtype, epilogue, certify, out, stream, accumulate):
+def conv2d(x: Arg, w: Arg, geo: Geometry, track, fmt, dtype, epilogue, certify, out, stream, accumulate,
+           threshold=None):  # fmt: skip
     """`fp4bf16.conv2d` of checked operands on the device."""
     shape, part = (geo.n, geo.oh, geo.ow, geo.o), part_of_dual(w, track)
     with device.ordered("conv2d", stream, [x.place, w.place]) as handle:
         call = Call("conv2d", x, w, part, shape, dtype, *epilogue, out)
+        if threshold is not None:
+            from .threshold_cuda import conv
+
+            return conv(call, w.value, geo, track, fmt, handle, accumulate, threshold, certify)
         if certify:
             from .certified_conv_cuda import certified
 

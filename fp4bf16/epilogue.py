@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import certify as certificates
+from . import device
 from .certify import ActivationNorms, Certificate, WeightNorms
 from .dispatch import backend_for
 from .dual import DualWeight
@@ -104,14 +105,19 @@ def squares(y: np.ndarray) -> float:
 # ---- a threshold -------------------------------------------------------------------------------------------
 
 
-def within(op: str, threshold: Any, certify: bool | str, run: Callable[[bool | str], tuple]) -> Any:
-    """``run(certify)``, redone on the BF16 track where its certificate's `relative` is over `threshold`."""
+def within(op: str, x: Any, threshold: Any, certify: bool | str, run: Callable[..., Any]) -> Any:
+    """``run(certify)``, redone on the BF16 track where its certificate's `relative` is over `threshold`.
+
+    A GPU that holds `x` decides itself, ``run(certify, threshold)``, unless that gives None.
+    """
     number = isinstance(threshold, int | float | np.number) and not isinstance(threshold, bool)
     if not number or not threshold >= 0:
         raise ValueError(
             f"{op}: threshold is {threshold!r}, but a number from 0 is needed, the largest certified "
             f"distance over the norm of the result; pass e.g. 0.5"
         )
+    if certify is not True and device.is_device(x) and (decided := run(certify, threshold)) is not None:
+        return decided
     result, found = run(certify or "bound")
     refused = not found.ok(threshold)
     certificates.fallbacks.count(op, refused)

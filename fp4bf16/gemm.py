@@ -67,7 +67,7 @@ def _two_arrays(a: Arg, b: Arg) -> bool:
 
 
 def _on_device(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify, out, stream, dtype,
-               format, accumulate):  # fmt: skip
+               format, accumulate, threshold):  # fmt: skip
     device.check_together(op, places(a, b))
     track = choose_track(op, track, a, b)
     result_dtype = result_dtype_of(op, dtype, a, b)
@@ -79,15 +79,15 @@ def _on_device(op: str, a: Arg, b: Arg, track, bias, activation, residual, certi
     check_axis(op, b, True, track)
     epilogue = bias, activation, residual
     return gemm_cuda.matmul(op, a, b, weight, track, fmt, shape, str(result_dtype), epilogue, certify, out,
-                            stream, accumulate)  # fmt: skip
+                            stream, accumulate, threshold)  # fmt: skip
 
 
 def _matmul(op: str, a: Arg, b: Arg, track, bias, activation, residual, certify, out, stream, dtype, format,
-            accumulate):  # fmt: skip
+            accumulate, threshold=None):  # fmt: skip
     check_accumulate(op, accumulate)
     if on_device(a, b):
         return _on_device(op, a, b, track, bias, activation, residual, certify, out, stream, dtype, format,
-                          accumulate)  # fmt: skip
+                          accumulate, threshold)  # fmt: skip
     check_stream(op, stream)
     track = choose_track(op, track, a, b)
     result_dtype = result_dtype_of(op, dtype, a, b)
@@ -172,7 +172,9 @@ def matmul(
             tenth faster and coarser (they keep about 14 bits). Elsewhere sums are FP32 throughout.
         threshold: certify the product, and redo it on the BF16 track where its certified distance is over
             this share of its norm (`Certificate.relative`, 0.5 being half of it). Counted by
-            `certify.fallbacks`. On the GPU the host decides, after a synchronisation.
+            `certify.fallbacks`. A GPU decides itself, without synchronising, where a is plain, b plain or a
+            `QuantizedArray` and certify not True; the certificate waits when it is looked at. For others the
+            host decides there, after a synchronisation.
 
     On the GPU nothing synchronises, memory comes from the framework, and the call can be captured in a CUDA
     graph; only ``certify=`` copies to the host and waits. "nvfp4_exact" and "fp8" multiply as E4M3 numbers
@@ -197,13 +199,13 @@ def matmul(
     array([16., 16., 16.], dtype=float32)
     """
 
-    def run(certify=certify):
+    def run(certify=certify, threshold=None):
         x, y = as_arg(a, "a"), as_arg(b, "b")
         return _matmul("matmul", x, y, track, bias, activation, residual, certify, out, stream, dtype, format,
-                       accumulate)  # fmt: skip
+                       accumulate, threshold)  # fmt: skip
 
     if threshold is not None:
-        return within("matmul", threshold, certify, run)
+        return within("matmul", a, threshold, certify, run)
     if certify or stream is not None or type(a) is np.ndarray:
         return run()
     options = track, activation, dtype, format, accumulate
@@ -232,14 +234,15 @@ def linear(x: Any, weight: Any, bias: Any = None, **kwargs):
         rest = [kwargs.get(name, default) for name, default in zip(names, rest, strict=True)]
     track, activation, residual, certify, out, stream, *options = rest
 
-    def run(certify=certify):
+    def run(certify=certify, threshold=None):
         left = as_arg(x, "x")
         gemm_cuda.expand_once(weight, track)
         w = linear_weight("linear", left, weight)
-        return _matmul("linear", left, w, track, bias, activation, residual, certify, out, stream, *rest[6:])
+        return _matmul("linear", left, w, track, bias, activation, residual, certify, out, stream, *rest[6:],
+                       threshold)  # fmt: skip
 
     if threshold is not None:
-        return within("linear", threshold, certify, run)
+        return within("linear", x, threshold, certify, run)
     if certify or stream is not None or type(x) is np.ndarray:
         return run()
     options = track, activation, *options

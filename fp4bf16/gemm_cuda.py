@@ -345,15 +345,17 @@ class Call:
         return self.d.owner if self.out is None else self.out
 
 
-def matmul(op, a: Arg, b: Arg, weight, track, fmt, shape, dtype, epilogue, certify, out, stream, accumulate):
+def matmul(op, a, b, weight, track, fmt, shape, dtype, epilogue, certify, out, stream, accumulate, threshold):
     """The product of checked operands; `b` is what `track` multiplies, `weight` the caller's operand."""
     whole = b if b.value is weight else as_arg(weight, b.name)
     with device.ordered(op, stream, [a.place, b.place]) as handle:
         call = Call(op, a, whole, b, shape, dtype, *epilogue, out)
-        if certify:
-            from .certified_cuda import certified_product
+        if certify or threshold is not None:
+            from . import certified_cuda, threshold_cuda
 
-            return certified_product(call, weight, track, fmt, handle, accumulate, certify)
+            if threshold is not None:
+                return threshold_cuda.gemm(call, weight, track, fmt, handle, accumulate, threshold, certify)
+            return certified_cuda.certified_product(call, weight, track, fmt, handle, accumulate, certify)
         if track == "reference":
             return call.store(_reference(call, handle))
         target, finish = writable(call.d, *call.full), call.finish(accumulate)
