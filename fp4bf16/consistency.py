@@ -8,7 +8,8 @@ Four watchers of a network's products (`nn.watching`):
     Sketcher      estimates on sampled products how far they are from BF16, more sharply than the bound
 
 The certified ratio of a product is what its certificate proves of |y_fp4 - y_bf16|_F, over the norm of y as
-computed, before bias and residual; `docs/certificate.md` has the proof.
+computed, before bias and residual; `docs/certificate.md` has the proof. These watch networks on the CPU; for
+those on a GPU there are `nn.cuda.certificates` and `nn.cuda.sketches`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,13 @@ def test_steps_and_decisions_are_the_cpus(gpu, rng):  # noqa: F811
         a, b = host.base_step(data, step, 1e-3), ours.base_step(data, step, 1e-3)
         assert b.loss == pytest.approx(a.loss, rel=0.025) and b.norm == pytest.approx(a.norm, rel=0.12)
         theirs, found = host.loop.line(), ours.loop.line()
-        assert found["certified_max"] is None  # nothing is claimed that no kernel has certified
+        for kind, most in (
+            ("certified_max", 20),
+            ("estimated_max", 5),
+        ):  # what FP8 sums may lose is in the one
+            if theirs[kind] is not None and found[kind] is not None:
+                assert 0.2 < found[kind] / theirs[kind] < most
+        assert (found["certified_max"] is None) == (theirs["certified_max"] is None)
         if step == 3:
             assert found["consistency"] == pytest.approx(theirs["consistency"], rel=0.5)
             assert host.loop.consistency.chosen == ours.loop.consistency.chosen
@@ -104,7 +110,7 @@ def test_ordinary_steps_wait_once_for_numbers_that_lie_together(gpu):  # noqa: F
     for step in range(1, 3):
         before = gpu.fake.moved
         ours.base_step(data, step, 1e-3)
-        assert gpu.fake.moved - before == 2  # loss and norm, then the scales: the second does not wait
+        assert gpu.fake.moved - before == 2  # loss and norm, then certificates: the second does not wait
 
 
 def test_each_route_has_a_graph_and_the_oldest_goes(gpu):  # noqa: F811
@@ -283,9 +289,6 @@ def test_exploring_follows_the_loops_routes(gpu):  # noqa: F811
 
 # ---- what is refused ---------------------------------------------------------------------------------------
 def test_settings_that_the_gpu_has_not(gpu):  # noqa: F811
-    with pytest.raises(ConfigError, match="loop.limit: is 2, but the certificates .* use 0, or leave out"):
-        engine_of(tiny(*FP4, "loop.limit=2"))
-    engine_of(tiny("loop.limit=2"))  # without a loop it is nothing
     config = tiny(*FP4)
     object.__setattr__(config, "routes", ({"*": "dual"}, {"*": "fp4"}))
     with pytest.raises(ConfigError, match="--route: \\* is on 'dual'"):

@@ -160,7 +160,8 @@ class LoopConfig:
     buckets: int = 1  # parts of the noise levels that are routed on their own when sampling
     hysteresis: float = 0.25  # how much better a layer must be to drive another out
     # Certified ratio above which a layer runs on BF16 for the step; 0: only counted. The presets' layers stay
-    # under 2 (docs/certificate.md).
+    # under 2 on the CPU. On a GPU it is over the layer's whole result, and what the sums of FP8 tensor cores
+    # may lose comes to it, sqrt(K) / 62 or so: with a limit they are promoted (docs/certificate.md, 11).
     limit: float = 0.0
     jump: float = 8.0  # times its moving average that a layer's product or weight may have
     cooldown: int = 50  # steps on BF16 after a violation

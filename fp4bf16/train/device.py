@@ -45,7 +45,7 @@ class CudaEngine(CudaPolicy, CudaSampler):
     """
 
     def __init__(self, model: Any, config: Config, track: str | None = "bf16"):
-        check_routes(config.route, config.routes, config.loop.limit, config.loop.forward)
+        check_routes(config.route, config.routes)
         super().__init__(model)
         self.config, self.track, self._own_track = config, track, track
         self.network = model.unet.flat

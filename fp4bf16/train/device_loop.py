@@ -4,8 +4,9 @@ A mixin of `device.CudaEngine`. Forward and backward are one graph, the update f
 lets it: what the host looks at lies beside the loss, for which it waits anyway. A step that breaks the
 constraint is never applied; it runs again with those layers on BF16, as the graph of another route.
 
-Sampled steps run as calls, with a `Probe` of both tracks' products. Certificates are made on the host alone
-as yet: on the device the constraint sees the scales of FP4 products in place of their norms (`Scales`).
+Sampled steps run as calls, with a `Probe` of both tracks' products and sketches of some. Certificates of all
+FP4 products are made in the graphs (`nn.cuda.certificates`) and read beside the loss. With a limit on them
+products are summed with promotion: of faster sums too little is proven to be limited.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from ..backends import cuda_diffusion
 from ..consistency import Consistency, Constraint
 from ..diffusion.noise import subseed
 from ..errors import ConfigError
+from ..nn.cuda.certificates import Certificates, Found
 from ..nn.cuda.lora import DeviceLoRA
 from ..nn.cuda.parameters import DeviceParameters
-from ..nn.cuda.watch import Clock, Probe, Scales, watching
+from ..nn.cuda.sketches import Sketches
+from ..nn.cuda.watch import Clock, Probe, watching
 from ..nn.tape import Variable
 from ..nn.unet import UNet2D
 from ..routing import ClosedLoop, layer_traces, squared_error_scale, work
@@ -36,26 +39,23 @@ from .policy import Data, PairData, TrajectoryData
 BETAS = (0.9, 0.999)
 
 
-def check_routes(route: Mapping[str, str], routes: Any, limit: float, forward: str) -> None:
-    """`ConfigError` for routes and limits that the GPU does not run."""
+def check_routes(route: Mapping[str, str], routes: Any) -> None:
+    """`ConfigError` for routes that the GPU does not run."""
     for one in (route, *routes):
         for pattern, kind in one.items():
             if kind not in ("fp4", "bf16"):
                 raise ConfigError(f"--route: {pattern} is on {kind!r}, but on the GPU a network runs on "
                                   f"'fp4' and 'bf16'; choose one, or leave out --device")  # fmt: skip
-    if limit > 0 and forward != "bf16":
-        raise ConfigError(f"loop.limit: is {limit:g}, but the certificates that it limits are made on the "
-                          f"CPU alone as yet; use 0, or leave out --device")  # fmt: skip
 
 
 class ToldConstraint(Constraint):
-    """A constraint that is told the sizes of products, in place of watching them."""
+    """A constraint that is told what the device has found of products, in place of watching them."""
 
-    def take(self, sizes: Mapping[str, tuple[float, float]]) -> None:
-        """{layer: (size of its product, of its weight)} of the layers that ran on FP4."""
-        for name, (product, weight) in sizes.items():
-            if math.isfinite(product) and math.isfinite(weight):
-                self._seen[name] = [product**2, 1.0, weight]
+    def take(self, found: Mapping[str, Found]) -> None:
+        """{layer: its certificate} of the layers that ran on FP4."""
+        for name, of in found.items():
+            self.ratios[name] = of.ratio
+            self._seen[name] = [of.product**2, float(of.elements), of.weight]
 
 
 class ToldConsistency(Consistency):
@@ -76,28 +76,25 @@ class CudaLoop(HostLoop):
     like: DeviceArray
     _own_track: str | None = "bf16"  # without a loop
     _mode: str = ""  # "step": a step's own forward and backward; "look": one that only looks; else neither
-    _scales: Scales | None = None
+    _certificates: Certificates | None = None
     _shadow: UNet2D | None = None
     _norm: float = 0.0  # of the gradient of the last attempt
 
     def use(self, loop: ClosedLoop | None) -> None:
-        """Train on the routes of `loop` from now on; None: on BF16. Raises `ConfigError` for a limit on
-        certificates, which are made on the CPU alone as yet.
-        """
+        """Train on the routes of `loop` from now on; None: on BF16."""
         super().use(loop)
         self.track, self.routed = (self._own_track, False) if loop is None else (loop.track, True)
         self._forget("base", "dpo", "nft", "ppo", "ppo old", "sample")
-        self._scales = None
+        self._certificates, network = None, self.model.unet.network
+        network.accumulate = "fast" if loop is None or loop.settings.limit == 0 else "promoted"
         if loop is None:
             return
-        s, layout = loop.settings, self.network.layout
-        check_routes({}, (), s.limit, s.forward)
+        s = loop.settings
         loop.constraint = ToldConstraint(s.limit, s.jump, s.cooldown)
         seed = subseed(self.config.seed, "loop")
         loop.consistency = ToldConsistency(s.consistency, s.consistency_layers, seed)
         loop.parameter = self._host_parameter
-        certified = [n for n, info in loop.router.layers.items() if info.certified]
-        self._scales = Scales(certified, layout, self.like)
+        self._certificates = Certificates(self.model.unet, recorded=True)
 
     # ---- graphs
     def _run(self, key: tuple, function: Callable[[int], None], routed: bool = False) -> None:
@@ -116,20 +113,22 @@ class CudaLoop(HostLoop):
             return function(stream)
 
     def _run_step(self, key: tuple, function: Callable[[int], None]) -> None:
-        scales, chosen = self._scales, self.loop.consistency.chosen
+        certificates, chosen = self._certificates, self.loop.consistency.chosen
 
         def watched(stream: int, *more: Any) -> None:
-            scales.begin()
-            with watching(scales, *more):
+            certificates.begin()
+            with watching(certificates, *more):
                 function(stream)
-            scales.end(self.network)
+            certificates.end(self.network)
 
         if not chosen:
             super()._run(key, watched, routed=True)
             return
         probe = Probe((), chosen, self.loop.consistency.weight)
-        self._call(lambda stream: watched(stream, probe))
+        sketches = Sketches(self.loop.sketcher)
+        self._call(lambda stream: watched(stream, probe, sketches))
         probe.read()
+        sketches.read()
         self.loop.consistency.take(probe.ratios)
 
     # ---- a step
@@ -147,9 +146,7 @@ class CudaLoop(HostLoop):
         finally:
             self._mode = ""
         self._norm = found["norm"]
-        # The largest numbers of both operands bound those of the product
-        sizes = self._scales.read()
-        self.loop.constraint.take({name: (x * w, w) for name, (x, w) in sizes.items()})
+        self.loop.constraint.take(self._certificates.read())
         return found
 
     def _broken(self) -> dict[str, np.ndarray]:

@@ -22,6 +22,7 @@ from ..diffusion.samplers import START, Step, check_guidance, coefficients, plan
 from ..errors import CudaError, ShapeError
 from ..extras import require
 from ..nn.cuda.graph import Graph
+from ..nn.cuda.watch import current
 from ..nn.tape import no_grad
 from ..nn.unet import pixel_shuffle
 from ..routing import bucket_of
@@ -107,6 +108,8 @@ class CudaSampler:
         """Run `function`, of what lies in the buffers: the first time as it is, then as a captured graph; of
         each route that the layers are on its own, where `routed` says that it changes.
         """
+        if watched := tuple(w for w in current() if not w.recorded):
+            key = (*key, watched)  # whose launches are part of the graph
         if routed:
             key = self._on_route(key)
         graph = self._graphs.get(key)
