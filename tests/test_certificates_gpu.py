@@ -180,3 +180,13 @@ def test_bounds_of_the_public_products(dtype, cupy, rng):
         redone = call(track="fp4", dtype=dtype, threshold=0.0)
         other = call(track="bf16", dtype=dtype, certify="bound")[0]  # whose epilogue is the framework's, too
         np.testing.assert_array_equal(device.to_host(redone), device.to_host(other))
+
+
+def test_the_trainers_limit(cupy):
+    """As on the emulated GPU: layers over it, and those whose weights jump, are held at once, to the bit."""
+    pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
+    pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
+    import test_loop_device_limit as emulated
+
+    emulated.test_limit_holds_the_layers_over_it(None)
+    emulated.test_weights_that_jump_under_a_limit(None)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 
 pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 
 from host_cuda import host_cuda  # noqa: E402, F401  (a fixture)
-from test_loop_device import FP4, LAYER, engine_of, same, steps  # noqa: E402
+from test_loop_device import FP4, LAYER, _sampler, engine_of, same, steps  # noqa: E402
 from test_train_device import gpu, tiny  # noqa: E402, F401  (a fixture)
 
+from fp4bf16.nn.cuda.certificates import Fallback  # noqa: E402
+from fp4bf16.nn.cuda.watch import watching  # noqa: E402
 from fp4bf16.routing import RouteSet  # noqa: E402
 
 
@@ -59,3 +62,25 @@ def test_weights_that_jump_under_a_limit(gpu):  # noqa: F811
         assert event["step"] == 7 and "norm of its" in event["reason"]
     assert results[0] == results[1] and all(r.finite for r in results[0])
     same(ours.state(), again.state())
+
+
+def test_pictures_drawn_under_a_threshold(gpu):  # noqa: F811
+    """Graphs of their own for as long as the fallback is in force: each replay is counted, and all of it is
+    BF16's where every product is over the threshold.
+    """
+    model, sampler = _sampler(tiny("diffusion.chunk=4"), None)
+    seeds, captions = [5, 6, 7], ["angry face"] * 3
+
+    def drawn(track="fp4"):
+        return sampler.draw(seeds, captions, 3, track)
+
+    plain, bf16, never = drawn(), drawn("bf16"), Fallback(model.unet, math.inf)
+    always, graphs = Fallback(model.unet, 0.0), len(sampler._graphs)
+    for fallback, want in ((always, bf16), (never, plain), (always, bf16)):
+        with watching(fallback):
+            np.testing.assert_array_equal(drawn(), want)
+    assert len(sampler._graphs) == graphs + 2
+    assert always.calls == 2 * never.calls > 0 and not never.counts
+    assert sum(always.counts.values()) >= always.calls and set(always.counts.values()) == {6}
+    np.testing.assert_array_equal(drawn(), plain)
+    assert always.calls == 2 * never.calls
