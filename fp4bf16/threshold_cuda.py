@@ -151,14 +151,17 @@ def _summed(sums: DeviceArray, counts: DeviceArray, x: Arg) -> DeviceArray:
     """Of all rows, (1, 3), with what rounding x to bfloat16 adds (`certify.activation_norms`); infinite where
     a block overflowed.
     """
-    arrays = cuda_math.of(sums)
-    xp, found, over = arrays.xp, arrays.raw(sums), arrays.raw(counts)[3:4] > 0
+    arrays, k = cuda_math.of(sums), x.shape[-1]
+    found, over = arrays.raw(sums), arrays.raw(counts)[3:4] > 0
+    total = arrays.raw(whole := device.empty((1, 3), "float64", like=sums))
+    total[0] = found.sum(0)
     if str(x.dtype) != "bfloat16":
-        full, error = found[:, 0] ** 0.5, found[:, 2] ** 0.5
-        rounding = full * formulas.bf16_rounding(1.0, 0) + formulas.bf16_rounding(0.0, x.shape[-1])
-        found = xp.stack([(full + rounding) ** 2, found[:, 1], (error + rounding) ** 2], 1)
-    total = (found.sum(0) * (1 + 2.0**-30)).reshape(1, 3)
-    return cuda_math.wrapped(total + arrays.double(xp.where(over, float("inf"), 0.0)), sums)
+        rounding = found[:, 0] ** 0.5 * formulas.bf16_rounding(1.0, 0) + formulas.bf16_rounding(0.0, k)
+        for i in (0, 2):
+            total[0, i] = ((found[:, i] ** 0.5 + rounding) ** 2).sum()
+    total *= 1 + 2.0**-30
+    total += arrays.double(arrays.xp.where(over, float("inf"), 0.0))
+    return whole
 
 
 def _largest(scale: DeviceArray | None, used: str) -> DeviceArray | None:
@@ -200,8 +203,10 @@ def _row(q: QuantizedArray, master: DeviceArray | None, shape: tuple[int, int], 
     outer = outer_of(q)
     scale = size * 0 if outer is None else double(arrays.raw(device.contiguous(outer)).max().reshape(1))
     scale = xp.where(size > 0, scale, 0.0)  # of zeros it is 1, and they lose nothing
-    parts = [full, size, s_used + error, s_used, error, scale, size * 0, size * 0]
-    return cuda_math.wrapped(rounded_up(arrays, xp.stack(parts, 1)).reshape(8), value)
+    row = arrays.raw(device.full((8,), 0, "float64", like=value))
+    for i, part in enumerate((full, size, s_used + error, s_used, error, scale)):
+        row[i : i + 1] = part
+    return cuda_math.wrapped(rounded_up(arrays, row), value)
 
 
 # ---- the decision ------------------------------------------------------------------------------------------

@@ -86,25 +86,31 @@ class WeightNorms:
                 self._make(run, entries[start : start + count])
 
     def _make(self, run: Run, entries: Sequence[_Entry]) -> None:
-        """Rows of weights of one shape."""
-        arrays = cuda_math.of(self.table)
-        xp, double = arrays.xp, arrays.double
+        """Rows of weights of one shape. Arrays are filled, not stacked: of a list CuPy copies addresses from
+        the host, which a graph would read again.
+        """
+        arrays, count = cuda_math.of(self.table), len(entries)
         pieces, o, k = entries[0].shape
-        found = [self._values(run, e.layer, e.shape) for e in entries]
-        w, used, scale = (double(xp.stack([values[i] for values in found])) for i in range(3))
-        del found
+
+        def doubles(*shape: int) -> Any:
+            return arrays.raw(run.empty(shape, "float64"))
+
+        w, used, rows = doubles(count, pieces, o, k), doubles(count, pieces, o, k), doubles(count, FIELDS)
+        rows[:, 6:] = 0
+        for i, entry in enumerate(entries):
+            w[i], used[i], rows[i, 5] = self._values(run, entry.layer, entry.shape)
 
         def whole(x: Any) -> Any:
-            return frobenius(x.reshape(len(entries), 1, -1)) * _ROOM
+            return frobenius(x.reshape(count, 1, -1)) * _ROOM
 
         def sigma(x: Any, squarings: int) -> Any:
-            of = spectral_norms(xp, x.reshape(len(entries) * pieces, o, k), squarings)
-            return of if pieces == 1 else frobenius(of.reshape(-1, 1, pieces)) * _ROOM
+            of = spectral_norms(arrays.xp, x.reshape(count * pieces, o, k), squarings)
+            return of if pieces == 1 else frobenius(of.reshape(count, 1, pieces)) * _ROOM
 
-        s_used, s_error = sigma(used, 4), sigma(w - used, 3)
-        none = xp.zeros_like(scale)
-        rows = [whole(w), whole(used), s_used + s_error, s_used, s_error, scale, none, none]
-        rows, table = rounded_up(arrays, xp.stack(rows, 1)), arrays.raw(self.table)
+        rows[:, 0], rows[:, 1] = whole(w), whole(used)
+        rows[:, 3], rows[:, 4] = sigma(used, 4), sigma(w - used, 3)
+        rows[:, 2] = rows[:, 3] + rows[:, 4]
+        rows, table = rounded_up(arrays, rows), arrays.raw(self.table)
         for i, entry in enumerate(entries):
             table[entry.row] = rows[i]
 
