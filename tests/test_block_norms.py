@@ -1,5 +1,5 @@
-"""The norms that group normalisation's quantiser adds up, by its own code on the host (block_norms_host.cu): upper
-bounds of what every single block loses and of what it decodes to, whatever the block."""
+"""The norms that group normalisation's quantiser adds up, by its own code on the host (block_norms_host.cu):
+upper bounds of what every single block loses and of what it decodes to, whatever the block."""
 
 from __future__ import annotations
 

@@ -35,8 +35,6 @@ class Distances(watch.RunWatcher):
     norm of y_fp4 without it.
     """
 
-    by_phases = True
-
     def __init__(self):
         self.found, self.sizes = {}, {}
 
@@ -130,7 +128,8 @@ class Collected(nn.Watcher):
 
 def test_bounds_are_nearly_the_cpus(rng):
     """Of nearly the same numbers, before bias and residual: of 20 seeds they were 0.97 to 1.16 of the CPU's.
-    Those of q, k and v are of one product there; the sums of FP8 tensor cores may lose far more than FP32's.
+    Those of q, k and v are of one product there, and of a weight by phases sigma is the root of the sum of four
+    squares, none larger than the CPU's; the sums of FP8 tensor cores may lose far more than FP32's.
     """
     case, cpu = Case("tiny", rng, put, FP4), Collected()
     with nn.watching(cpu):
@@ -142,7 +141,8 @@ def test_bounds_are_nearly_the_cpus(rng):
     for layer, of in found.items():
         theirs = cpu.found[layer]
         several = math.sqrt(3) if any(f"to_{n}." in layer for n in "qkv") else 1.0
-        assert 0.85 < of.bound / theirs.bound < 1.3 * several, layer
+        phases = 2.0 if "upsamplers" in layer else 1.0
+        assert 0.85 < of.bound / theirs.bound < 1.3 * several * phases, layer
         assert 0.9 < of.weight / theirs.terms["w"] < 1.1 * several, layer
         assert of.accumulation > 100 * theirs.accumulation  # summed fast
 
@@ -231,8 +231,6 @@ def test_the_table_of_weights(name, phases, rng):
     layers = {}
 
     class Layers(watch.RunWatcher):
-        by_phases = True
-
         def product(self, run, layer, feed, scale, d, finish):
             layers[run.weights.layout.row_of(layer)] = layer
 

@@ -29,8 +29,6 @@ ROUTE = {"conv_out*": "bf16"} | FP4  # whose BF16 form is a kernel of its own
 class Distances(watch.RunWatcher):
     """|y_fp4 - y_bf16|_F of every FP4 product with its bias alone, and the norm of y_fp4."""
 
-    by_phases = True
-
     def __init__(self):
         self.found, self.sizes = {}, {}
 

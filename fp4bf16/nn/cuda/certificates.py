@@ -102,7 +102,7 @@ class Certificates(RunWatcher):
     Raises `ConfigError` for a model that is not on a GPU and for a threshold that is no number from 0.
     """
 
-    certifies = by_phases = True
+    certifies = True
 
     def __init__(self, model: Any, threshold: float | None = None, recorded: bool = False):
         if not model.on_device:

@@ -33,8 +33,6 @@ class Sketches(RunWatcher):
         sketcher: counts the calls; `begin` it before each forward. recorded: as of `Certificates`.
     """
 
-    by_phases = True
-
     def __init__(self, sketcher: Any, recorded: bool = True):
         self._sketcher, self.recorded = sketcher, recorded
         self._taken: list[tuple[list[str], float, DeviceArray]] = []

@@ -38,11 +38,11 @@ _VANISHES = 1e-30  # as of `consistency`: squares of outputs under this, an elem
 class RunWatcher:
     """Looks at the products of runs; this one does nothing.
 
-    Attributes: recorded, whether of recorded runs alone; by_phases, whether products by phases are watched as
-    they are, in place of the layer's own; certifies, whether it is a `certificates.Certificates`.
+    Attributes: recorded, whether of recorded runs alone; certifies, whether it is a
+    `certificates.Certificates`.
     """
 
-    recorded, by_phases, certifies = True, False, False
+    recorded, certifies = True, False
 
     def product(self, run: Run, layer: Any, feed: Any, scale: DeviceArray | None, d: DeviceArray | None,
                 finish: Mapping[str, Any]) -> None:  # fmt: skip
