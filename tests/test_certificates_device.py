@@ -128,8 +128,8 @@ class Collected(nn.Watcher):
 
 def test_bounds_are_nearly_the_cpus(rng):
     """Of nearly the same numbers, before bias and residual: of 20 seeds they were 0.97 to 1.16 of the CPU's.
-    Those of q, k and v are of one product there, and of a weight by phases sigma is the root of the sum of four
-    squares, none larger than the CPU's; the sums of FP8 tensor cores may lose far more than FP32's.
+    Those of q, k and v are of one product there, and of a weight by phases sigma is the root of the sum of
+    four squares, none larger than the CPU's; the sums of FP8 tensor cores may lose far more than FP32's.
     """
     case, cpu = Case("tiny", rng, put, FP4), Collected()
     with nn.watching(cpu):
