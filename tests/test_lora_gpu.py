@@ -91,7 +91,7 @@ def test_graphs_do_what_calls_do(objective, loop, monkeypatch):
         np.testing.assert_array_equal(x, y)
     assert any(name.startswith("lora.") for name in one)
     if objective == "dpo":
-        assert results[4].loss == np.log(2)
+        assert results[4].loss == pytest.approx(np.log(2), rel=1e-14)  # a mean of equal terms
 
 
 @ALL

@@ -199,6 +199,11 @@ typedef struct fp4bf16_certificate_args {
 } fp4bf16_certificate_args;
 FP4BF16_API fp4bf16_status fp4bf16_certificate(const fp4bf16_certificate_args* args, void* stream);
 
+/* out (count, m, m) = x x^T of each of x (count, m, n), doubles, C order: symmetric to the bit, sums in a fixed
+ * order. out must not be x. */
+FP4BF16_API fp4bf16_status fp4bf16_gram(const double* x, int64_t count, int64_t m, int64_t n, double* out,
+                                        void* stream);
+
 /* out = softmax(scale q k^T) v for every image and head, BF16, sums in FP32, probabilities rounded to BF16.
  * Token t, head h of image i lies at i * strides[0] + t * strides[1] + h * strides[2]. causal: key j is seen
  * by query i where j <= i. lse (n, heads, q_tokens): the natural logarithm of the softmax's sum. */

@@ -73,7 +73,7 @@ extern "C" {
 int64_t fp4bf16_lora_units(int64_t rows, int64_t columns, int32_t gradient) {
     constexpr int64_t kMost = int64_t{1} << 28;
     if (rows < 0 || columns < 0 || rows > kMost || columns > kMost) return -1;
-    if (rows == 0 || columns == 0) return 0;
+    // Without rows or columns there is nothing to merge; the gradient that there is consists of zeros.
     return gradient != 0 ? up_units(rows) + down_units(columns) : merge_units(rows, columns);
 }
 

@@ -442,8 +442,8 @@ fp4bf16_status norm_apply(const fp4bf16_group_norm_args& a, ApplyPlan plan, cuda
     int multiprocessors = 0;
     FP4BF16_TRY(multiprocessor_count("group_norm", &multiprocessors));
     const int blocks = !gives_fp4(a) ? kBlocksBf16 : certifies(a) ? kBlocksNorms : kBlocksFp4;
-    // BF16 results alone wait for memory: an image a thread block, of which some begin while others stream, took
-    // 2 to 6 % less time at 1024 images than thread blocks that stay.
+    // BF16 results alone wait for memory: an image a thread block, of which some begin while others stream,
+    // took 2 to 6 % less time at 1024 images than thread blocks that stay.
     int64_t slots = int64_t{multiprocessors} * blocks;
     if (!gives_fp4(a)) slots = std::max(slots, a.n);
     share_out(a.n, slots, &plan);

@@ -13,7 +13,8 @@ constexpr unsigned kMostPasses = 64;  // of a segment: bits of a thread's specia
 
 // A thread takes the same 16 channels (BF16 results alone: 8) of every `rows`-th pixel of an image, one each
 // pass. All images' passes, one image after the other, are shared out evenly to thread blocks that all run at
-// once. Where these are a multiple of the images, none has passes of two.
+// once (BF16 results alone: to as many as there are images, if these are more). Where they are a multiple of
+// the images, none has passes of two.
 struct ApplyPlan {
     int vectors, rows, threads;    // vectors: of a pixel
     unsigned passes;               // of an image
