@@ -14,7 +14,7 @@ import fp4bf16 as fb
 from fp4bf16 import nn
 from fp4bf16.backends import cuda_math
 from fp4bf16.errors import NonFiniteError, ShapeError
-from fp4bf16.nn import fused
+from fp4bf16.nn import fused, layers
 from fp4bf16.nn import ops as F
 from fp4bf16.nn.cuda.phases import PhaseLayer
 from fp4bf16.nn.cuda.products import Layer, doubled, input_gradient, pictures, product
@@ -172,6 +172,33 @@ def test_a_network_by_phases_is_near(rng):
     assert distance(found["reference", True], found["reference", False]) < 1e-5
     error = distance(found["bf16", False], found["reference", False])
     assert distance(found["bf16", True], found["reference", False]) < 1.5 * error
+
+
+@pytest.mark.parametrize("track", ["reference", "bf16", "fp4"])
+def test_no_picture(track, rng):
+    """A batch of none gives none, and gradients of zeros."""
+    layer = nn.Upsample2D(16, seed=rng.integers(100))
+    assert layer.conv.by_phases(track)
+    layer.conv.track = track
+    x = Variable(np.zeros((0, 3, 5, 16), np.float32), requires_grad=True)
+    y = layer(x)
+    assert y.shape == (0, 6, 10, 16)
+    dx, dw = grad(y, [x, layer.conv.weight], np.zeros(y.shape, np.float32))
+    assert dx.shape == x.shape and dw.shape == layer.conv.weight.shape and not np.any(dw.data)
+
+
+def test_adapters_that_are_off_cost_no_upsampled_picture(rng, monkeypatch):
+    model, made = nn.UNet2D(nn.UNetConfig.tiny(), seed=1), []
+    real = layers.F.upsample_nearest
+    monkeypatch.setattr(layers.F, "upsample_nearest", lambda x: made.append(x.shape) or real(x))
+    lora, x = nn.LoRA(model, 2, 2.0), rng.standard_normal((1, 8, 8, 12)).astype(np.float32)
+    count = len(layers.upsampling(model))
+    with nn.no_grad():
+        with lora.disabled():
+            model(x, 10)
+        assert not made
+        model(x, 10)
+    assert len(made) == count > 0
 
 
 # ---- the device form, by the emulated library

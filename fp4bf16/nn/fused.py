@@ -163,7 +163,7 @@ def interleave_phases(y: Any) -> Any:
     of phase (a, b) at (y + a, x + b).
     """
     n, h, w = y.shape[0], y.shape[1] - 1, y.shape[2] - 1
-    t = y.reshape(n, h + 1, w + 1, -1, 2, 2)
+    t = y.reshape(n, h + 1, w + 1, y.shape[3] // 4, 2, 2)
     out = namespace(y).empty((n, 2 * h, 2 * w, t.shape[3]), y.dtype)
     for a in (0, 1):
         for b in (0, 1):

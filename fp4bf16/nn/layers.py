@@ -111,7 +111,7 @@ class Conv2d(Module):
 
         watchers = current()
         y = watched(self, x, make, watchers) if watchers else make(self.track)
-        return y if self.adapter is None else self.adapter.conv(self, self.pictures(x), y)
+        return y if self.adapter is None else self.adapter.conv(self, x, y)
 
 
 class GroupNorm(Module):

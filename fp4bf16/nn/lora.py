@@ -74,7 +74,7 @@ class Adapter:
         if not self.lora.enabled:
             return y
         with tracks(_branch_track(layer)):
-            h = F.conv2d(x, self.down, None, layer.stride, layer.padding)
+            h = F.conv2d(layer.pictures(x), self.down, None, layer.stride, layer.padding)
             return _beside_op(y, F.conv2d(F.mul(h, self.lora.scale), self.up))
 
     def delta(self) -> np.ndarray:
