@@ -13,11 +13,12 @@ real pictures and those of the winning style:
 Each ``--route`` adds a set drawn on the FP4 track by the routes of a file (bench/routes has some: for the
 noisiest levels alone, and none of the way up), with the share of the FLOPs that it puts on FP4.
 
-Claimed is |change| <= floor. Beside it stand the distances themselves, the mean difference of two BF16 sets,
-and the distances of all sets from each other. None of these numbers is an FID.
+Claimed is |change| <= floor, of the set drawn on the run's own routes. Those of files are reported beside it,
+each with a verdict of its own, and decide nothing. There are also the distances themselves, the mean
+difference of two BF16 sets, and the distances of all sets from each other. None of these numbers is an FID.
 
-Writes bench/results/<machine>/sample_quality.json; exit status 1 where FP4 changes more than the floor by
-every route, and where there is no floor to compare with.
+Writes bench/results/<machine>/sample_quality.json; exit status 1 where FP4 on the run's own routes changes
+more than the floor, and where there is no floor to compare with.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="sampling steps (default: as the run's evaluation)")
     parser.add_argument("--seed", type=int, help="of the pictures (default: the run's)")
     parser.add_argument("--floor-seeds", type=int, default=3, help="further BF16 sets (default: 3)")
-    parser.add_argument("--route", nargs="*", default=[], metavar="FILE", help="further routes to draw on")
+    parser.add_argument(
+        "--route", nargs="*", default=[], metavar="FILE", help="further routes, which do not decide"
+    )
     parser.add_argument("--extractors", help="of pixels, classes, efficientnet, with commas (default: all)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} pictures a set: a test of the script")
@@ -93,6 +96,21 @@ def by_route(
     return drawn, about
 
 
+def check_files(weights: Weights, files: Sequence[str]) -> None:
+    """`ConfigError` for files whose sets would have one name, and what `Weights.on` raises; before anything
+    is drawn.
+    """
+    known: dict[str, str] = {}
+    for file in files:
+        stem = Path(file).stem
+        if stem in known:
+            raise ConfigError(
+                f"--route {known[stem]} {file}: both would be reported as {stem!r}; rename one of the files"
+            )
+        known[stem] = file
+        weights.on(file)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Draw the sets and compare them."""
     began, weights = time.perf_counter(), load_weights(args.run)
@@ -101,8 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         QUICK if args.quick else args.n, args.steps, seed=args.seed, device=args.device,
         floor_seeds=args.floor_seeds, extractors=wanted,
     ).checked(weights)  # fmt: skip
-    for file in args.route:  # said before anything is drawn
-        weights.on(file)
+    check_files(weights, args.route)
     real = real_pictures(weights.config)
     extractors, absent = make_extractors(wanted, next(iter(real.references.values())))
     progress = Progress()
@@ -129,7 +146,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "left_out": absent,
         "routes": routes,
         "rows": rows,
-        "held": any(route["held"] for route in routes.values()),
+        "held": next(iter(routes.values()))["held"],  # on the run's own routes
         "note": NOT_FID,
         "seconds": {"draw": round(took, 1), "all": round(time.perf_counter() - began, 1)},
         "peak_rss_mb": peak_rss_mb(),
@@ -154,7 +171,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"sample_quality: {error}", file=sys.stderr)
         return 2
     for name, route in found["routes"].items():
-        print(f"{name}: {100 * route['share']:.1f} % of the FLOPs on FP4")
+        whose = "decides" if route["file"] is None else f"of {route['file']}, beside it"
+        verdict = "holds" if route["held"] else "DOES NOT HOLD"
+        print(f"{name}: {100 * route['share']:.1f} % of the FLOPs on FP4, {verdict} ({whose})")
     for row in found["rows"]:
         distance = row["distance"]
         verdict = {True: "within", False: "BEYOND", None: "no floor"}[row["within"]]

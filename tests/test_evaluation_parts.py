@@ -174,25 +174,44 @@ def test_sample_quality(run, tmp_path, capsys, monkeypatch):
     assert script.main([str(tmp_path), "--quick"]) == 2
 
 
-def test_routes_of_sample_quality(run, tmp_path, monkeypatch):
-    """A route of BF16 alone changes nothing, its share is 0; a file that is no route is refused at once."""
+def test_routes_of_sample_quality(run, tmp_path, monkeypatch, capsys):
+    """A route of BF16 alone changes nothing, its share is 0; the run's own decides, not it. Files that are no
+    routes, or of one name, are refused at once.
+    """
     script = _script()
     monkeypatch.setattr(script, "QUICK", 10)
+    real, verdicts = script.compare_sets, iter([False, True, True, True, False, False])
+
+    def compared(*given):
+        found, verdict = real(*given), next(verdicts)
+        return *found[:3], [row | {"within": verdict} for row in found[3]]
+
+    monkeypatch.setattr(script, "compare_sets", compared)
     files = [tmp_path / "plain.json", tmp_path / "upper.json"]
     save_routes(files[0], {"*": "bf16"})
     save_routes(files[1], RouteSet([{"*": "bf16"}, {"*": "fp4"}], {"*": "fp4"}))
     target = tmp_path / "quality.json"
     arguments = [str(run), "--quick", "--floor-seeds", "1", "--extractors", "pixels", "--json", str(target)]
-    assert script.main([*arguments, "--route", *map(str, files)]) == 0
-    found = json.loads(target.read_text())
+    for status in (1, 0):  # what the run's own route says, against both files
+        assert script.main([*arguments, "--route", *map(str, files)]) == status
+        found = json.loads(target.read_text())
+        assert found["held"] is (status == 0)
+        assert [about["held"] for about in found["routes"].values()] == [status == 0, *2 * [status == 1]]
+        said = [line for line in capsys.readouterr().out.splitlines() if "of the FLOPs on FP4" in line]
+        assert ["DOES NOT HOLD" in line for line in said] == [status == 1, *2 * [status == 0]]
+        assert "(decides)" in said[0] and "(of plain.json, beside it)" in said[1]
     routes = {name.rpartition(", ")[2]: about for name, about in found["routes"].items()}
-    assert routes["plain"]["share"] == 0 and routes["plain"]["held"]
+    assert routes["plain"]["share"] == 0
     assert routes["upper"]["share"] == pytest.approx(0.5) and len(found["rows"]) == 6
     same = [r["change"] for r in found["rows"] if r["fp4"].endswith("plain")]
     assert same == pytest.approx([0.0, 0.0], abs=1e-9)  # the same pictures, summed in another order
     assert all(abs(r["change"]) > 1e-6 for r in found["rows"] if r["fp4"].endswith("upper"))
-    files[0].write_text("[]")
-    assert script.main([*arguments, "--route", str(files[0])]) == 2
+    (tmp_path / "other").mkdir()
+    again = save_routes(tmp_path / "other" / "plain.json", {"*": "bf16"})
+    files[1].write_text("[]")
+    for bad, said in ((again, "both would be reported as 'plain'; rename one"), (files[1], "upper.json")):
+        assert script.main([*arguments, "--route", str(files[0]), str(bad)]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_eval_on_a_route(run, tmp_path):
