@@ -29,7 +29,15 @@ class Average:
 
     @classmethod
     def of(cls, decay: float, total: Any, count: Any) -> Average:
-        """From a state, [total, count]. Raises `ValueError` for what is no average."""
+        """From a state, [total, count]. Raises `ValueError` for what is no average.
+
+        States of earlier versions, [total, 1 - decay^count as a float], are taken too.
+
+        >>> Average.of(0.5, 3.0, 0.75).count
+        2
+        """
+        if isinstance(count, float) and 0 <= count <= 1:
+            count = _counted(decay, count)
         whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
         if not (math.isfinite(float(total)) and whole and count >= 0):
             raise ValueError(f"{[total, count]!r} is no sum and its count; pass what state() gave")
@@ -49,6 +57,16 @@ class Average:
     def state(self) -> list[float]:
         """[total, count] for a checkpoint; `of` takes them back to the bit."""
         return [self.total, self.count]
+
+
+def _counted(decay: float, weight: float) -> int | float:
+    """The count whose 1 - decay^count is `weight`, within rounding; `weight` itself where there is none."""
+    if decay == 0 or weight in (0, 1):
+        count = 0 if weight == 0 else 1 << 40  # so many that nothing of the beginning is left
+    else:
+        count = round(math.log1p(-weight) / math.log(decay))
+    # the sum that made the weight was off by 2^-53 / (1 - decay) at most
+    return count if abs(1 - decay**count - weight) * (1 - decay) <= 2.0**-50 else weight
 
 
 class Averages:

@@ -35,7 +35,30 @@ def test_a_state_goes_on_bit_for_bit(rng):
     assert others.add("a", row) == rows.add("a", row) and others.means("a") == rows.means("a")
 
 
-@pytest.mark.parametrize("state", [(1.0, -1), (1.0, 2.5), (1.0, True), ("nan", 3), (np.inf, 3), (None, 3)])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.8, 0.9, 0.999])
+def test_states_of_earlier_versions_go_on(decay, rng):
+    """[total, weight], the weight summed as the total is: after no value, a few, and so many that it is 1."""
+    average, weight = Average(decay), 0.0
+    for n in range(1201):
+        if n < 40 or n % 100 == 0:
+            total, old = json.loads(json.dumps([average.total, weight]))
+            other = Average.of(decay, total, old)
+            assert other.count == n if 1 - weight > 1e-6 else decay**other.count < 1e-5
+            x = float(rng.standard_normal())
+            same = Average(decay, average.total, average.count)
+            assert other.update(x) == pytest.approx(same.update(x), rel=1e-12, abs=1e-12)
+            rows = Averages("here", decay, 2)
+            rows.restore({"sums": {"a": [total, 2 * total, old]} if n else {}, "skipped": {"a": 1}})
+            assert not n or rows.means("a") == pytest.approx([average.value, 2 * average.value], rel=1e-12)
+            assert rows.skipped == {"a": 1}
+        average.update(float(rng.standard_normal()))
+        weight = decay * weight + (1.0 - decay)
+
+
+@pytest.mark.parametrize("state", [
+    (1.0, -1), (1.0, 2.5), (1.0, True), (1.0, 0.6), (1.0, -0.1), (1.0, np.nan), ("nan", 3), (np.inf, 3),
+    (None, 3), (np.nan, 0.1),
+])  # fmt: skip
 def test_what_is_no_state_is_refused(state):
     with pytest.raises((ValueError, TypeError)):
         Average.of(0.9, *state)
