@@ -14,10 +14,16 @@ import time
 import numpy as np
 import pytest
 
+from fp4bf16.routing import work
 from fp4bf16.train import checkpoint
+from fp4bf16.train.cli import load_model
 from fp4bf16.train.config import get_preset, override
+from fp4bf16.train.engine import BaseData
+from fp4bf16.train.evaluation_sets import load_weights
+from fp4bf16.train.exploring import MakeDraw, weights_of
 from fp4bf16.train.folder import RunFolder
 from fp4bf16.train.progress import Progress
+from fp4bf16.train.route_cli import loop_of
 from fp4bf16.train.state import Run, Stop
 
 pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
@@ -282,6 +288,50 @@ def test_checkpoints_of_before_there_were_streams_are_read(tmp_path):
     run = new_run(tmp_path / "run")
     assert run.counters == {}
     leave(run)
+
+
+@pytest.mark.parametrize("phases", [False, True, None])
+@pytest.mark.parametrize("loop", [(), ("loop.forward=router",)], ids=["bf16", "router"])
+def test_goes_on_multiplying_as_it_did(phases, loop, tmp_path, rng):
+    """By phases or not, bit for bit, and so do all who read the checkpoint. One of before there were phases
+    does not say (None): it was without.
+    """
+    first = new_run(tmp_path / "run", *loop)
+    by_default, seeds = first.model.draw([1, 2], ["face"] * 2, 2), {"row": 1, "t": 2, "noise": 3, "drop": 4}
+    first.model.unet.upsample_by_phases(bool(phases))
+    pictures = rng.uniform(-1, 1, (8, *first.model.shape)).astype(np.float32)
+    data = BaseData(pictures, first.model.encode(["face"] * 8), seeds, len(first.model.schedule))
+    first.save()
+    leave(first)
+    file = tmp_path / "run" / "checkpoint.safetensors"
+    arrays, meta = checkpoint.load_run(file)
+    assert meta.pop("format") and meta["phases"] is bool(phases)
+    if phases is None:
+        del meta["phases"]
+        checkpoint.save(file, arrays, meta)
+    second, costs = new_run(tmp_path / "run", *loop), work(first.model.unet)
+    folder = tmp_path / "run"
+    readers = [load_weights(folder).model("base"), load_model(folder, "base"), second.model]
+    drawn = {track: first.model.draw([1, 2], ["face"] * 2, 2, track) for track in ("bf16", "fp4")}
+    assert np.array_equal(drawn["bf16"], by_default) is bool(phases)
+    for model in readers:
+        assert model.unet.by_phases is bool(phases)
+        for track, pictures in drawn.items():
+            np.testing.assert_array_equal(model.draw([1, 2], ["face"] * 2, 2, track), pictures)
+    make, load = MakeDraw(second.config, second.model.vocabulary.words, second.model.unet.by_phases)()
+    load(weights_of(second.engine))
+    np.testing.assert_array_equal(make([1, 2], ["face"] * 2, 2, "fp4"), drawn["fp4"])
+    for made in (second.loop, loop_of(folder)[0]):
+        assert made is None or {n: of.flops for n, of in made.router.layers.items()} == {
+            n: of.flops for n, of in costs.items()
+        }
+    for run in (first, second):
+        assert run.engine.base_step(data, 0, 1e-3).finite
+    a, b = first.engine.state(), second.engine.state()
+    assert all(np.array_equal(a[name], b[name]) for name in a)
+    second.save()
+    leave(second)
+    assert checkpoint.load(file)[1]["phases"] is bool(phases)
 
 
 def test_goes_on_from_the_checkpoint_before_a_damaged_one(whole, tmp_path):

@@ -402,6 +402,7 @@ def load_model(folder: Path, weights: str = "aligned"):
         raise CheckpointError(f"{run.checkpoint_file}: there is no such checkpoint")
     arrays, meta, _ = found
     model = Denoiser(config, Vocabulary(tuple(meta["words"])))
+    model.unet.upsample_by_phases(meta.get("phases", False))
     # Before the alignment the average of the weights is the model; afterwards it is what DPO started from.
     which = "ema" if weights == "base" or meta["stage"] == "base" else "policy"
     model.routes = routes_in(config, model, meta.get("loop"))

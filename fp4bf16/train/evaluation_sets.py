@@ -81,6 +81,7 @@ class Weights:
         Adapters run beside the network, as in the run; merged: they are added into it (for a GPU).
         """
         model = Denoiser(config or self.config, Vocabulary(tuple(self.meta["words"])))
+        model.unet.upsample_by_phases(self.meta.get("phases", False))
         model.routes = self.routes or routes_in(self.config, model, self.meta.get("loop"))
         adapters = checkpoint.take(self.arrays, "lora") if which == "aligned" and not merged else {}
         state = checkpoint.take(self.arrays, "ema" if which == "base" or adapters else "policy")

@@ -51,7 +51,7 @@ class MakeDraw:
     """For `align.workers.Explorer`: called in a worker, gives the draw function of a run's model and what
     takes up `weights_of` its engine.
 
-    config, words: of the run (`Denoiser.config`, `Vocabulary.words`).
+    config, words, phases: of the run (`Denoiser.config`, `Vocabulary.words`, `UNet2D.by_phases`).
 
     >>> from fp4bf16.train.config import get_preset
     >>> draw, load = MakeDraw(get_preset("ci"), ("cat", "face"))()
@@ -61,9 +61,11 @@ class MakeDraw:
 
     config: Config
     words: tuple[str, ...]
+    phases: bool = True
 
     def __call__(self) -> tuple[Draw, Callable[[Mapping[str, np.ndarray]], None]]:
         model, c = Denoiser(self.config, Vocabulary(tuple(self.words))), self.config.lora
+        model.unet.upsample_by_phases(self.phases)
         held: list[LoRA] = []
 
         def load(arrays: Mapping[str, np.ndarray]) -> None:

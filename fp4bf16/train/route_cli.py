@@ -50,6 +50,7 @@ def loop_of(folder: Path) -> tuple[ClosedLoop, RouteSet, bool]:
     _, meta, _ = found
     trains = config.loop.forward != "bf16"
     model = Denoiser(config, Vocabulary(tuple(meta["words"])))
+    model.unet.upsample_by_phases(meta.get("phases", False))
     loop = make_loop(config if trains else with_value(config, "loop.forward", "fp4"), model)
     if trains:
         try:

@@ -31,6 +31,7 @@ from .config import Config
 from .denoiser import Denoiser
 from .engine import make_engine
 from .folder import RunFolder
+from .host_loop import make_loop
 from .policy import updates
 from .progress import Progress
 from .rules import check_device
@@ -229,6 +230,7 @@ class Run:
             "counters": self.counters,
             "data": self.task.identity,
             "streams": self._positions | opened,
+            "phases": self.model.unet.by_phases,
         }
         if self.loop is not None:
             meta["loop"] = self.loop.state()
@@ -243,6 +245,7 @@ class Run:
                 f"{self.task.facts}); bring the files back as they were, or name another folder with --out"
             )
         try:
+            self._multiply(bool(meta.get("phases", False)))  # older than phases
             self.engine.restore(arrays, int(meta["updates"]), aligning=meta["stage"] != "base")
             self.panel.load_state_dict(take(arrays, "panel"))
             self.arrays, self.results = take(arrays, "result"), meta["results"]
@@ -262,6 +265,17 @@ class Run:
         lines = self.folder.metrics()
         self._before = lines[-1]["seconds"] if lines else 0.0
         self._began = time.monotonic()
+
+    def _multiply(self, phases: bool) -> None:
+        """Upsampling convolutions by phases or not, before anything has run; what the loop knows of their
+        cost is made anew.
+        """
+        if phases == self.model.unet.by_phases:
+            return
+        self.model.unet.upsample_by_phases(phases)
+        if self.loop is not None:
+            self.engine.use(make_loop(self.config, self.model))
+            self.warnings = warnings_of(self.config, self.model, self.loop, self.start)
 
 
 def _finite(value: Any) -> Any:
