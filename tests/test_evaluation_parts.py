@@ -20,13 +20,13 @@ from evaluated import fails, quiet, trained  # noqa: E402
 
 from fp4bf16.__main__ import main  # noqa: E402
 from fp4bf16.errors import ConfigError, ShapeError  # noqa: E402
-from fp4bf16.routing import RouteSet, save_routes  # noqa: E402
+from fp4bf16.routing import RouteSet, flops, save_routes  # noqa: E402
 from fp4bf16.train import evaluation, extractors  # noqa: E402
 from fp4bf16.train.distances import FeatureSet, KernelTable  # noqa: E402
 from fp4bf16.train.evaluation import Settings, check_target, evaluate, write_folder  # noqa: E402
 from fp4bf16.train.evaluation_numbers import noise_floor  # noqa: E402
 from fp4bf16.train.evaluation_page import page, sheet  # noqa: E402
-from fp4bf16.train.evaluation_sets import load_weights  # noqa: E402
+from fp4bf16.train.evaluation_sets import fp4_share, load_weights  # noqa: E402
 from fp4bf16.train.extractors import Extractor, featurise, make_extractors  # noqa: E402
 from fp4bf16.train.folder import RunFolder  # noqa: E402
 from fp4bf16.train.progress import Progress  # noqa: E402
@@ -212,6 +212,24 @@ def test_routes_of_sample_quality(run, tmp_path, monkeypatch, capsys):
     for bad, said in ((again, "both would be reported as 'plain'; rename one"), (files[1], "upper.json")):
         assert script.main([*arguments, "--route", str(files[0]), str(bad)]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_share_is_of_what_each_route_multiplies(run):
+    """On "dual" upsampling convolutions are not by phases: that half of the steps costs more."""
+    weights = load_weights(run)
+    model = weights.model("aligned")
+    model.unet.upsample_by_phases(True)
+    cost = {}
+    for track in ("dual", "bf16"):
+        model.unet.apply_route({"*": track})
+        cost[track] = sum(flops(model.unet).values())
+    assert cost["dual"] > cost["bf16"]
+    for tracks in (("dual", "bf16"), ("bf16", "dual")):
+        model.routes = RouteSet([{"*": track} for track in tracks], {"*": "fp4"})
+        for track in ("dual", "bf16"):  # that it is on when asked, and afterwards
+            model.unet.apply_route({"*": track})
+            assert fp4_share(model, 4) == pytest.approx(cost["dual"] / sum(cost.values()))
+            assert sum(flops(model.unet).values()) == cost[track]
 
 
 def test_eval_on_a_route(run, tmp_path):

@@ -10,9 +10,10 @@ from fp4bf16 import nn
 from fp4bf16.nn import fused
 from fp4bf16.nn import ops as F
 from fp4bf16.nn.layers import UpsampledConv2d
-from fp4bf16.routing import ActivationProbe
+from fp4bf16.routing import ActivationProbe, ClosedLoop
 from fp4bf16.routing.curvature import layer_traces
 from fp4bf16.routing.sensitivity import curvature_omega, fisher_omega, quantisation_error
+from fp4bf16.train.config import LoopConfig
 
 
 def error_of(p):
@@ -71,6 +72,27 @@ def test_fisher_is_its_formula_by_phases(rng):
     want = 0.5 * 3.0 * 8 * (size**2 * error_of(kernels).reshape(16, 2, 2, 2, 2, 16) ** 2).sum()
     assert fisher_omega(v, p, 8, scale=3.0, phases=True) == pytest.approx(want, rel=0.05)
     assert fisher_omega(np.full(p.shape, np.inf), p, 8, phases=True) == np.inf
+
+
+@pytest.mark.parametrize("fast, sensitivity", [("fp4", "fisher"), ("dual", "fisher"), ("dual", "curvature")])
+def test_the_omega_of_a_loop_is_of_the_product_on_its_fast_track(fast, sensitivity, rng):
+    """On "dual" an upsampling convolution is not by phases."""
+    unet = nn.UNet2D(nn.UNetConfig.tiny(), seed=1)
+    settings = LoopConfig(forward="router", sensitivity=sensitivity)
+    loop = ClosedLoop(unet, {"*": fast}, settings, 100, 0, 8)
+    name = next(name for name in loop.free if "upsamplers" in name)
+    assert unet.phased("fp4") == unet.phased("bf16") == [name] and loop.router.fast == fast
+    p = unet.named_parameters()[name]
+    moment = rng.random(p.shape) * (1 + 9 * (np.arange(p.shape[0]) % 2)[:, None, None, None])
+    loop.traces = {name: 3.0}
+
+    def expected(phases):
+        if sensitivity == "fisher":
+            return fisher_omega(moment, p, 4, 2.0, phases)
+        return curvature_omega(3.0, p, phases)
+
+    assert loop._weight_omega(name, {name: moment}, 4, 2.0) == expected(fast != "dual")
+    assert expected(True) != expected(False)
 
 
 @pytest.mark.parametrize("operands", ["both", "activations"])

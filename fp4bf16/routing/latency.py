@@ -131,9 +131,10 @@ def _layers(unet: UNet2D, batch: int, height: int, width: int) -> Iterator[tuple
 def work(unet: UNet2D, shape: Sequence[int] | None = None) -> dict[str, Work]:
     """The products of each layer for pictures of `shape` (B, H, W, C), the network's input.
 
-    Names and order are those of `Module.apply_route`; nothing is run, wherever the network is. shape: by
-    default one picture of the configuration's sample_size. Raises `ShapeError` for a shape that the network
-    does not take.
+    Names and order are those of `Module.apply_route`; nothing is run, wherever the network is. The route that
+    it is on decides whether an upsampling convolution is by phases, as in `flops`. shape: by default one
+    picture of the configuration's sample_size. Raises `ShapeError` for a shape that the network does not
+    take.
 
     >>> from fp4bf16.nn import UNet2D, UNetConfig
     >>> work(UNet2D(UNetConfig.tiny()))["conv_in.weight"]
@@ -148,8 +149,9 @@ def flops(unet: UNet2D, shape: Sequence[int] | None = None) -> dict[str, float]:
     """Multiplications and additions of each layer for one picture; the batch of `shape` does not matter.
 
     Every layer that a route names is there: products, softmax(QK)V (without the softmax) and captions. As
-    everywhere, positions of a convolution that fall on its padding count. What is multiplied counts: of an
-    upsampling convolution by phases 4/9 of what its 3x3 kernel would multiply.
+    everywhere, positions of a convolution that fall on its padding count. What is multiplied counts, on the
+    route that the network is on now: of an upsampling convolution by phases, which it is not on "dual", 4/9
+    of what its 3x3 kernel would multiply.
 
     >>> from fp4bf16.nn import UNet2D, UNetConfig
     >>> unet = UNet2D(UNetConfig.ddpm_cifar10_32())

@@ -131,7 +131,7 @@ class Observing:
             return math.inf
         if self.settings.sensitivity == "outputs":
             return None
-        phases = name in self.unet.phased("fp4")
+        phases = name in self.unet.phased(self.router.fast)
         if self.settings.sensitivity != "fisher":
             return curvature_omega(self.traces[name], parameter, phases) if name in self.traces else None
         if moments is None or name not in moments or scale == 0:

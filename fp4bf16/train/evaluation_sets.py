@@ -125,12 +125,12 @@ def fp4_share(model: Denoiser, steps: int) -> float:
     """Of the FLOPs of a picture that `model` draws on the FP4 track with `steps` steps, the share on FP4."""
     of = model.config.diffusion
     unet, total, low = model.unet, 0.0, 0.0
-    costs = flops(unet)
     before = {m.key: m.track for _, m in unet.named_modules() if getattr(m, "routed", False)}
     routes = model.routes or RouteSet([before])
     try:
         for step in plan(of.sampler, model.schedule, steps):
             tracks = unet.apply_route(routes.at(step.t, len(model.schedule)))
+            costs = flops(unet)  # of this route
             total += sum(costs.values())
             low += sum(cost for name, cost in costs.items() if tracks[name] != "bf16")
     finally:
