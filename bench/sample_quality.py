@@ -81,25 +81,34 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def by_route(
     weights: Weights, settings: Settings, files: Sequence[str], real: Real, plan: Plan
 ) -> tuple[list[Drawn], dict[str, dict[str, Any]]]:
-    """All sets that are drawn; name of an FP4 set -> file of its routes (None: the run's), share of FLOPs."""
+    """All sets that are drawn; name of an FP4 set -> file of its routes (None: the run's), share of FLOPs,
+    the routes.
+    """
     drawn = draw_all(weights, settings, real, plan, base=False)
     captions, seeds = cases(weights, real.captions, settings.n, settings.seed)
     which, on_gpu = drawn[0].weights, settings.device == "cuda"
     model = weights.model(which, merged=on_gpu)
-    about = {drawn[1].name: {"file": None, "share": fp4_share(model, settings.steps)}}
+
+    def known(file: str | None, weights: Weights, model: Any) -> dict[str, Any]:
+        routes = weights.fp4_routes().to_dict()
+        return {"file": file, "share": fp4_share(model, settings.steps), "routes": routes}
+
+    about = {drawn[1].name: known(None, weights, model)}
     for file in files:
-        model = weights.on(file).model(which, merged=on_gpu)
+        there = weights.on(file)
+        model = there.model(which, merged=on_gpu)
         name = f"{drawn[1].name}, {Path(file).stem}"
-        about[name] = {"file": Path(file).name, "share": fp4_share(model, settings.steps)}
+        about[name] = known(Path(file).name, there, model)
         draw = make_sampler(settings.device, model)
         drawn.append(draw_set(draw, (name, which, "fp4", "seeds 1"), captions, seeds, plan))
     return drawn, about
 
 
-def check_files(weights: Weights, files: Sequence[str]) -> None:
-    """`ConfigError` for files whose sets would have one name, and what `Weights.on` raises; before anything
-    is drawn.
+def check_files(weights: Weights, files: Sequence[str], device: str) -> None:
+    """`ConfigError` for files whose sets would have one name, and what `Weights` raises; warnings of
+    patterns that do nothing. Before anything is drawn.
     """
+    weights.check_routes(device)
     known: dict[str, str] = {}
     for file in files:
         stem = Path(file).stem
@@ -108,7 +117,8 @@ def check_files(weights: Weights, files: Sequence[str]) -> None:
                 f"--route {known[stem]} {file}: both would be reported as {stem!r}; rename one of the files"
             )
         known[stem] = file
-        weights.on(file)
+        for sentence in weights.on(file).check_routes(device):
+            print(f"warning: --route {file}: {sentence}", file=sys.stderr)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         QUICK if args.quick else args.n, args.steps, seed=args.seed, device=args.device,
         floor_seeds=args.floor_seeds, extractors=wanted,
     ).checked(weights)  # fmt: skip
-    check_files(weights, args.route)
+    check_files(weights, args.route, args.device)
     real = real_pictures(weights.config)
     extractors, absent = make_extractors(wanted, next(iter(real.references.values())))
     progress = Progress()

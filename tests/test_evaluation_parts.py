@@ -21,7 +21,7 @@ from evaluated import fails, quiet, trained  # noqa: E402
 from fp4bf16.__main__ import main  # noqa: E402
 from fp4bf16.errors import ConfigError, ShapeError  # noqa: E402
 from fp4bf16.routing import RouteSet, flops, save_routes  # noqa: E402
-from fp4bf16.train import evaluation, extractors  # noqa: E402
+from fp4bf16.train import device_sampler, evaluation, extractors  # noqa: E402
 from fp4bf16.train.distances import FeatureSet, KernelTable  # noqa: E402
 from fp4bf16.train.evaluation import Settings, check_target, evaluate, write_folder  # noqa: E402
 from fp4bf16.train.evaluation_numbers import noise_floor  # noqa: E402
@@ -201,7 +201,7 @@ def test_routes_of_sample_quality(run, tmp_path, monkeypatch, capsys):
         assert ["DOES NOT HOLD" in line for line in said] == [status == 1, *2 * [status == 0]]
         assert "(decides)" in said[0] and "(of plain.json, beside it)" in said[1]
     routes = {name.rpartition(", ")[2]: about for name, about in found["routes"].items()}
-    assert routes["plain"]["share"] == 0
+    assert routes["plain"]["share"] == 0 and routes["plain"]["routes"]["buckets"] == [{"*": "bf16"}]
     assert routes["upper"]["share"] == pytest.approx(0.5) and len(found["rows"]) == 6
     same = [r["change"] for r in found["rows"] if r["fp4"].endswith("plain")]
     assert same == pytest.approx([0.0, 0.0], abs=1e-9)  # the same pictures, summed in another order
@@ -212,6 +212,38 @@ def test_routes_of_sample_quality(run, tmp_path, monkeypatch, capsys):
     for bad, said in ((again, "both would be reported as 'plain'; rename one"), (files[1], "upper.json")):
         assert script.main([*arguments, "--route", str(files[0]), str(bad)]) == 2
         assert said in capsys.readouterr().err
+    save_routes(files[1], RouteSet([{"*": "fp4"}, {"conv_on*": "bf16", "*": "dual"}], {"*": "fp4"}))
+    assert script.main([*arguments, "--route", str(files[1]), "--device", "cuda"]) == 2
+    assert "* is on 'dual', but on the GPU" in capsys.readouterr().err
+    script.check_files(load_weights(run), [str(files[1])], "cpu")
+    assert "upper.json: route: 'conv_on*' (bf16) matches no layer" in capsys.readouterr().err
+
+
+def test_routes_are_looked_at_before_anything_is_drawn(run, tmp_path, monkeypatch):
+    """A pattern without a layer is said; on the GPU the dual track is refused, if drawn on."""
+
+    class Drawing(Exception):
+        pass
+
+    def draw(*_):
+        raise Drawing
+
+    monkeypatch.setattr(evaluation, "draw_all", draw)
+    monkeypatch.setattr(device_sampler, "place", lambda: None)
+    wrong, dual = {"conv_on*": "bf16", "*": "fp4"}, {"*": "dual"}
+    for buckets, training, on_gpu in (
+        ([{"*": "fp4"}, wrong], {"*": "fp4"}, Drawing),
+        ([{"*": "fp4"}, wrong | dual], {"*": "fp4"}, ConfigError),
+        ([wrong], dual, Drawing),
+    ):
+        file, said = save_routes(tmp_path / "some.json", RouteSet(buckets, training)), io.StringIO()
+        settings = Settings(n=6, floor_seeds=0, extractors=("pixels",), route=str(file))
+        for device, outcome in (("cpu", Drawing), ("cuda", on_gpu)):
+            with pytest.raises(outcome, match="is on 'dual'" if outcome is ConfigError else None):
+                evaluate(run, replace(settings, device=device), Progress(said))
+        sentence = f"warning: --route {file}: route: 'conv_on*' (bf16) matches no layer"
+        assert said.getvalue().count(sentence) == 1 + (on_gpu is Drawing)
+        assert said.getvalue().count("warning") == 1 + (on_gpu is Drawing)
 
 
 def test_share_is_of_what_each_route_multiplies(run):
@@ -245,6 +277,8 @@ def test_eval_on_a_route(run, tmp_path):
 
     assert np.array_equal(features(plain, "fp4"), features(plain, "bf16"))
     assert not np.array_equal(features(own, "fp4"), features(own, "bf16"))
+    assert plain.report["routes"]["buckets"] == [{"*": "bf16"}]
+    assert own.report["routes"]["buckets"] == [load_weights(run).config.route]
     with pytest.raises(ConfigError, match="absent.json: cannot be read"):
         evaluate(run, replace(settings, route=str(tmp_path / "absent.json")), Progress(io.StringIO()))
 

@@ -134,6 +134,8 @@ def evaluate(folder: Path, settings: Settings, progress: Progress | None = None)
     progress = progress or Progress()
     weights = load_weights(folder).on(settings.route)
     settings = settings.checked(weights)
+    for sentence in weights.check_routes(settings.device):
+        progress.say(f"warning: --route {settings.route}: {sentence}")
     if settings.device == "cuda":
         from .device_sampler import place
 
@@ -250,6 +252,7 @@ def _header(
             "judges": judges is not None,
         },
         "settings": asdict(settings),
+        "routes": weights.fp4_routes().to_dict(),
         "extractors": {e.name: {"dimension": e.dimension, "about": e.about} for e in extractors},
         "left_out": absent,
     }  # fmt: skip

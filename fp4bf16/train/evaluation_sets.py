@@ -23,7 +23,7 @@ from ..diffusion.noise import integers, subseed
 from ..diffusion.samplers import plan
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..nn.lora import LoRA
-from ..routing import RouteSet, flops, load_routes
+from ..routing import RouteSet, flops, load_routes, unmatched
 from . import checkpoint
 from .config import Config, check, from_dict
 from .data import STYLES, Vocabulary
@@ -75,14 +75,37 @@ class Weights:
         stage = self.meta["stage"]
         return stage in ("evaluate", "finished") or (stage == "align" and self.meta["step"] > 0)
 
+    def _network(self, config: Config) -> Denoiser:
+        """Without its weights."""
+        model = Denoiser(config, Vocabulary(tuple(self.meta["words"])))
+        model.unet.upsample_by_phases(self.meta.get("phases", False))
+        model.routes = self.routes or routes_in(self.config, model, self.meta.get("loop"))
+        return model
+
+    def fp4_routes(self) -> RouteSet:
+        """The routes that FP4 pictures are drawn on."""
+        return self._network(self.config).routes or RouteSet([self.config.route])
+
+    def check_routes(self, device: str) -> list[str]:
+        """Sentences about patterns of a file (`on`) that match no layer. Raises `ConfigError` for routes that
+        `device` does not run.
+        """
+        if device == "cuda":
+            from .device_loop import check_routes  # not needed on a CPU
+
+            check_routes({}, self.fp4_routes().buckets)
+        if self.routes is None:
+            return []
+        network = self._network(self.config).unet
+        names = [m.key for _, m in network.named_modules() if getattr(m, "routed", False)]
+        return unmatched([*self.routes.buckets, self.routes.training], names)
+
     def model(self, which: str, config: Config | None = None, merged: bool = False) -> Denoiser:
         """The "base" or the "aligned" model, drawing as `config` says (default: as the run's).
 
         Adapters run beside the network, as in the run; merged: they are added into it (for a GPU).
         """
-        model = Denoiser(config or self.config, Vocabulary(tuple(self.meta["words"])))
-        model.unet.upsample_by_phases(self.meta.get("phases", False))
-        model.routes = self.routes or routes_in(self.config, model, self.meta.get("loop"))
+        model = self._network(config or self.config)
         adapters = checkpoint.take(self.arrays, "lora") if which == "aligned" and not merged else {}
         state = checkpoint.take(self.arrays, "ema" if which == "base" or adapters else "policy")
         try:
