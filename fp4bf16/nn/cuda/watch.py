@@ -46,9 +46,9 @@ class RunWatcher:
 
     def product(self, run: Run, layer: Any, feed: Any, scale: DeviceArray | None, d: DeviceArray | None,
                 finish: Mapping[str, Any]) -> None:  # fmt: skip
-        """After a product. feed: what it read. scale: the weight's outer scales (O,), None on the BF16 track.
-        d: its result; with `finish` more than weight and bias are in it, and None says that it stands nowhere
-        by itself.
+        """After a product. feed: what it read. scale: the weight's outer scales (O,), by phases (4 O,), None
+        on the BF16 track. d: its result; with `finish` more than weight and bias are in it, and None says
+        that it stands nowhere by itself.
         """
 
     def gradient(self, run: Run, layer: Any, g: DeviceArray) -> DeviceArray:
