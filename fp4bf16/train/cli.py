@@ -99,15 +99,7 @@ def _add_train(train: argparse.ArgumentParser) -> None:
         help="style (default), preference, caption, class, jpeg, colourfulness, or a sum with weights: "
         "'style + 0.5 colourfulness'; write --reward=-jpeg for a minus",
     )
-    train.add_argument(
-        "--data", metavar="PATH", help="captioned pictures of your own: a folder, or tar shards"
-    )
-    train.add_argument(
-        "--pairs", metavar="PATH", help="preference pairs of your own: parquet, or a folder with a table"
-    )
-    train.add_argument(
-        "--offline", action="store_true", help="learn from pairs that others judged, not from rollouts"
-    )
+    _add_data(train)
     train.add_argument(
         "--log", default="", metavar="NAMES", help="also to tensorboard, wandb (extras; metrics.jsonl always)"
     )
@@ -125,6 +117,18 @@ def _add_train(train: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="begin with trained weights and skip the base training: base (those that ship for the preset), "
         "a checkpoint, or the folder of a run (its base model)",
+    )
+
+
+def _add_data(train: argparse.ArgumentParser) -> None:
+    train.add_argument(
+        "--data", metavar="PATH", help="captioned pictures of your own: a folder, or tar shards"
+    )
+    train.add_argument(
+        "--pairs", metavar="PATH", help="preference pairs of your own: parquet, or a folder with a table"
+    )
+    train.add_argument(
+        "--offline", action="store_true", help="learn from pairs that others judged, not from rollouts"
     )
 
 
