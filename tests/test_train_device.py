@@ -324,6 +324,37 @@ def test_stopped_and_gone_on_with_gives_the_same_bytes(gpu, finished, tmp_path, 
     assert (out / "checkpoint.safetensors").read_bytes() == (whole / "checkpoint.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("forward", ["bf16", "router"])
+def test_a_run_of_before_there_were_phases_goes_on_without(gpu, tmp_path, monkeypatch, forward):
+    """Its checkpoint does not say: the same bits as a run that has never had phases, not those with them."""
+    from fp4bf16.nn.layers import UpsampledConv2d
+    from fp4bf16.train.state import Run
+
+    real, config = Run.done, tiny(f"loop.forward={forward}", "loop.every=2")
+
+    def until(step, out, phases):
+        def done(self, at, save=False):
+            self.stop.asked = 2 * (at == step)
+            real(self, at, save)
+
+        with monkeypatch.context() as patch, pytest.raises(Stopped):
+            patch.setattr(Run, "done", done)
+            patch.setattr(UpsampledConv2d, "phases", phases)
+            train(config, tmp_path / out, said(), "cuda")
+        return checkpoint.load_run(tmp_path / out / "checkpoint.safetensors")
+
+    want, _ = until(5, "without", False)
+    with_phases, meta = until(5, "with", True)
+    assert meta["phases"] is True
+    arrays, meta = until(3, "parted", False)
+    assert meta.pop("format") and meta.pop("phases") is False
+    checkpoint.save(tmp_path / "parted" / "checkpoint.safetensors", arrays, meta)
+    got, meta = until(5, "parted", True)
+    assert meta["phases"] is False and meta["step"] == 5 and set(got) == set(want)
+    assert all(np.array_equal(got[name], want[name]) for name in want)
+    assert any(not np.array_equal(with_phases[name], want[name]) for name in want)
+
+
 def test_other_device_goes_on_and_says_so(gpu, tmp_path, monkeypatch):
     from fp4bf16.train.state import Run
 
