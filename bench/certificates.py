@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -23,13 +24,14 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from network import FLOPS, ROUTE, Ours, alternate, network, operands, record, report  # noqa: E402
+from network import ROUTE, Ours, alternate, network, operands, operations, record, report  # noqa: E402
 
 from fp4bf16 import nn  # noqa: E402
 from fp4bf16.consistency import Sketcher  # noqa: E402
 from fp4bf16.nn.cuda.certificates import Certificates  # noqa: E402
 from fp4bf16.nn.cuda.sketches import Sketches  # noqa: E402
 from fp4bf16.nn.cuda.watch import watching  # noqa: E402
+from fp4bf16.routing import flops  # noqa: E402
 
 GOAL = 3.0  # per cent of the forward, bounds and sketches together
 #: The arm of a graph, and its threshold; False: without certificates.
@@ -60,6 +62,7 @@ class Called:
     def __init__(self, name, batch, sketched):
         self.name, self.model, self.steps = name, network(ROUTE), 0
         self.x, self.t = operands(batch)
+        self.flops = math.fsum(flops(self.model).values())
         self.sketcher = Sketcher(every=20) if sketched else None
 
     def __call__(self):
@@ -124,7 +127,7 @@ def main() -> int:
     for batch in args.batches:
         arms = [Certified(name, batch, threshold) for name, threshold in GRAPHS]
         arms += [Called(name, batch, sketched) for name, sketched in CALLS]
-        rows += report("forward", batch, alternate(arms, args.rounds), FLOPS)
+        rows += report("forward", batch, alternate(arms, args.rounds), operations(arms))
         del arms
         rows.append(costs(rows, batch))
         if args.json:

@@ -269,7 +269,8 @@ def test_gradient_needs_adapters(library):
 
 def test_units(library):
     units = library.lib.fp4bf16_lora_units
-    assert units(0, 16, 0) == units(16, 0, 1) == 0
+    assert units(0, 16, 0) == units(16, 0, 0) == 0  # nothing to merge; gradients of zeros are written
+    assert units(16, 0, 1) == 4 and units(0, 16, 1) == 1
     assert units(16, 128, 0) == 1 and units(17, 129, 0) == 4 and units(5, 33, 1) == 2 + 2
     for bad in ((-1, 16, 0), (16, -1, 1), (1 << 29, 1, 0)):
         assert units(*bad) == -1
