@@ -315,10 +315,10 @@ def test_goes_on_multiplying_as_it_did(phases, loop, tmp_path, rng):
     drawn = {track: first.model.draw([1, 2], ["face"] * 2, 2, track) for track in ("bf16", "fp4")}
     assert np.array_equal(drawn["bf16"], by_default) is bool(phases)
     for model in readers:
-        assert model.unet.by_phases is bool(phases)
+        assert model.by_phases is bool(phases)
         for track, pictures in drawn.items():
             np.testing.assert_array_equal(model.draw([1, 2], ["face"] * 2, 2, track), pictures)
-    make, load = MakeDraw(second.config, second.model.vocabulary.words, second.model.unet.by_phases)()
+    make, load = MakeDraw(second.config, second.model.vocabulary.words, second.model.by_phases)()
     load(weights_of(second.engine))
     np.testing.assert_array_equal(make([1, 2], ["face"] * 2, 2, "fp4"), drawn["fp4"])
     for made in (second.loop, loop_of(folder)[0]):

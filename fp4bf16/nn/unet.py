@@ -407,11 +407,6 @@ class UNet2D(Module):
             conv.phases = bool(on)
         return self
 
-    @property
-    def by_phases(self) -> bool:
-        """Whether `upsample_by_phases` is on."""
-        return all(conv.phases for conv in upsampling(self).values())
-
     def phased(self, track: str | None = None) -> list[str]:
         """Names of the weights that are multiplied by phases, on `track` or on that of each layer."""
         return [name for name, conv in upsampling(self).items() if conv.by_phases(track or conv.track)]

@@ -182,7 +182,7 @@ def _explorer(run: Run) -> Explorer:
         c = dataclasses.replace(
             c, diffusion=dataclasses.replace(c.diffusion, sampler="ancestral", guidance=1.0)
         )
-    make = MakeDraw(c, run.model.vocabulary.words, run.model.unet.by_phases)
+    make = MakeDraw(c, run.model.vocabulary.words, run.model.by_phases)
     return Explorer(make, 0 if alone else c.align.workers, say=run.progress.say, folder=run.folder.path)
 
 

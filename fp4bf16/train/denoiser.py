@@ -12,6 +12,7 @@ from ..diffusion.noise import subseed
 from ..diffusion.samplers import Model, generate
 from ..diffusion.schedules import get_schedule
 from ..errors import ConfigError, NonFiniteError
+from ..nn.layers import upsampling
 from ..nn.tape import Variable, no_grad
 from ..nn.unet import UNet2D, UNetConfig, pixel_shuffle, pixel_unshuffle
 from ..routing import RouteSet, bucket_of
@@ -69,6 +70,11 @@ class Denoiser:
         self.prediction = config.diffusion.prediction
         side = config.size // config.model.unshuffle
         self.shape = (side, side, 3 * config.model.unshuffle**2)
+
+    @property
+    def by_phases(self) -> bool:
+        """Whether upsampling convolutions are multiplied by phases (`UNet2D.upsample_by_phases`)."""
+        return all(conv.phases for conv in upsampling(self.unet).values())
 
     def encode(self, captions: Sequence[str], strict: bool = False) -> np.ndarray:
         """Bags of words, float32 (n, vocabulary). Words that the model was not trained on are left out, or

@@ -51,7 +51,7 @@ class MakeDraw:
     """For `align.workers.Explorer`: called in a worker, gives the draw function of a run's model and what
     takes up `weights_of` its engine.
 
-    config, words, phases: of the run (`Denoiser.config`, `Vocabulary.words`, `UNet2D.by_phases`).
+    config, words, phases: of the run (`Denoiser.config`, `Vocabulary.words`, `Denoiser.by_phases`).
 
     >>> from fp4bf16.train.config import get_preset
     >>> draw, load = MakeDraw(get_preset("ci"), ("cat", "face"))()

@@ -230,7 +230,7 @@ class Run:
             "counters": self.counters,
             "data": self.task.identity,
             "streams": self._positions | opened,
-            "phases": self.model.unet.by_phases,
+            "phases": self.model.by_phases,
         }
         if self.loop is not None:
             meta["loop"] = self.loop.state()
@@ -270,7 +270,7 @@ class Run:
         """Upsampling convolutions by phases or not, before anything has run; what the loop knows of their
         cost is made anew.
         """
-        if phases == self.model.unet.by_phases:
+        if phases == self.model.by_phases:
             return
         self.model.unet.upsample_by_phases(phases)
         if self.loop is not None:
