@@ -14,10 +14,11 @@ def write_atomic(path: Path, data: Data | Iterable[Data], previous: Path | None 
     """Write `data` to `path` so that a crash at any moment leaves the old file or the new one, never a part.
 
     Written beside it, flushed to the disk, renamed over it, and the folder flushed too (a rename is durable
-    only after that). data: bytes, or parts that follow one another. previous: in the same folder; the name
-    under which the old file stays.
+    only after that). A link stays, and what it names is written; a device or a pipe is written as it is.
+    data: bytes, or parts that follow one another. previous: in the same folder; the name under which the old
+    file stays.
 
-    Raises `OSError`, a full disk among them: both files are then as they were.
+    Raises `OSError` that names the file, a full disk among them: both files are then as they were.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "x"
@@ -26,7 +27,15 @@ def write_atomic(path: Path, data: Data | Iterable[Data], previous: Path | None 
     >>> file.read_bytes(), file.with_name("x.previous").read_bytes()
     (b'new', b'old')
     """
-    temporary, parts = _beside(path), (data,) if isinstance(data, Data) else data
+    if previous is None and path.is_symlink():
+        path = Path(os.path.realpath(path))
+    parts = (data,) if isinstance(data, Data) else data
+    if path.exists() and not path.is_file():
+        with path.open("wb", buffering=0) as stream:
+            for part in parts:
+                write_all(stream.fileno(), part)
+        return
+    temporary = _beside(path)
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -38,8 +47,10 @@ def write_atomic(path: Path, data: Data | Iterable[Data], previous: Path | None 
         if previous is not None and path.exists():
             _keep(path, previous)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
     flush_folder(path.parent)
 

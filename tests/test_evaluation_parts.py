@@ -279,6 +279,9 @@ def test_eval_on_a_route(run, tmp_path):
     assert not np.array_equal(features(own, "fp4"), features(own, "bf16"))
     assert plain.report["routes"]["buckets"] == [{"*": "bf16"}]
     assert own.report["routes"]["buckets"] == [load_weights(run).config.route]
+    many = save_routes(tmp_path / "many.json", RouteSet([{"*": "fp4"}] * 1001, {"*": "fp4"}))
+    with pytest.raises(ConfigError, match="many.json: is of 1001 parts of the noise levels, but the run has"):
+        evaluate(run, replace(settings, route=str(many)), Progress(io.StringIO()))
     with pytest.raises(ConfigError, match="absent.json: cannot be read"):
         evaluate(run, replace(settings, route=str(tmp_path / "absent.json")), Progress(io.StringIO()))
 

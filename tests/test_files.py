@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 
 import numpy as np
 import pytest
@@ -142,3 +143,29 @@ def test_a_folder_that_cannot_be_flushed_is_no_error(tmp_path, monkeypatch):
     write_atomic(tmp_path / "x", json.dumps({"a": 1}).encode())
     flush_folder(tmp_path / "not there")
     assert json.loads((tmp_path / "x").read_bytes()) == {"a": 1}
+
+
+def test_a_link_stays_and_a_pipe_is_written(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    write_atomic(link, b"new")
+    assert link.is_symlink() and target.read_bytes() == b"new"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(pipe, b"through")
+    assert os.read(reader, 100) == b"through" and stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe", "target"]
+
+
+def test_an_error_names_the_file(tmp_path, monkeypatch):
+    def full(handle, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left on device: '.*report.json'"):
+        write_atomic(tmp_path / "report.json", b"x")
+    with pytest.raises(OSError, match="absent/report.json'"):
+        write_atomic(tmp_path / "absent" / "report.json", b"x")

@@ -149,7 +149,8 @@ class ClosedLoop(Observing):
         self._soonest = soon
         return (
             f"{few}; until the router has decided, nothing leaves the track that it begins on, so its first "
-            f"decision comes after step {soon}; use loop.every={soon} to have more of them, or train longer"
+            f"decision comes after step {soon}; to have more of them use loop.every={soon} "
+            f"loop.decide={soon} loop.curvature_every={soon}, or train longer"
         )
 
     def sampled(self, number: int | None = None) -> bool:

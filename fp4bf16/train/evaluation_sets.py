@@ -64,10 +64,15 @@ class Weights:
         if route is None:
             return self
         try:
-            return dataclasses.replace(self, routes=load_routes(route))
+            routes = load_routes(route)
         except OSError as error:
             raise ConfigError(f"--route {route}: cannot be read ({error.strerror}); name a file that the "
                               f"command route has saved") from error  # fmt: skip
+        parts, levels = len(routes.buckets), self.config.diffusion.timesteps
+        if parts > levels:
+            raise ConfigError(f"--route {route}: is of {parts} parts of the noise levels, but the run has "
+                              f"{levels} levels; use routes of {levels} parts or fewer")  # fmt: skip
+        return dataclasses.replace(self, routes=routes)
 
     @property
     def aligned(self) -> bool:

@@ -59,9 +59,9 @@ __device__ inline CertificateSums warp_sums(const CertificateSums& s) {
     return {warp_sum(s.full), warp_sum(s.used), warp_sum(s.error), warp_sum(s.result)};
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // To where `here` is in the first thread block of the cluster.
 __device__ inline void send_first(double* here, double v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile(
         "{\n"
         ".reg .b32 there;\n"
@@ -70,12 +70,12 @@ __device__ inline void send_first(double* here, double v) {
         "}\n" ::"r"(ptx::shared_address(here)),
         "d"(v)
         : "memory");
-#endif
 }
+#endif
 
 // Over the grid, one cluster: in the first warp of its first thread block.
 __device__ inline CertificateSums sums_of_all(const CertificateSums& of_thread) {
-    __shared__ CertificateSums warps[kWarps], blocks[kShared];
+    __shared__ CertificateSums warps[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const CertificateSums w = warp_sums(of_thread);
     if (lane == 0) warps[warp] = w;
@@ -84,6 +84,7 @@ __device__ inline CertificateSums sums_of_all(const CertificateSums& of_thread) 
     if (warp == 0) all = warp_sums(warps[lane]);
     if (gridDim.x == 1) return all;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    __shared__ CertificateSums blocks[kShared];
     ptx::cluster_arrive(), ptx::cluster_wait();  // every thread block has begun: its memory is there
     if (threadIdx.x == 0) {
         CertificateSums& to = blocks[blockIdx.x];
