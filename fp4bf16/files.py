@@ -49,7 +49,8 @@ def write_atomic(path: Path, data: Data | Iterable[Data], previous: Path | None 
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+        named = isinstance(error, OSError) and error.errno is not None  # others are words of somebody's own
+        if named and error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
     flush_folder(path.parent)
