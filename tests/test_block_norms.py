@@ -4,34 +4,21 @@ upper bounds of what every single block loses and of what it decodes to, whateve
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from host_code import compiled
 
 from fp4bf16.interop import BFLOAT16
 from fp4bf16.python_ref.formats import E2M1, E4M3
 from fp4bf16.python_ref.quantize import expand, quantize
 
-ROOT = Path(__file__).resolve().parents[1]
 SINGLE = 2.0**-22  # of FP32 sums of one block, rounded up
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).is_file():
-        pytest.skip("no nvcc")
-    out = tmp_path_factory.mktemp("host") / "block_norms_host.so"
-    flags = ["-std=c++17", "-O2", "-arch=sm_90", "--fmad=false", "-shared"]
-    flags += ["-Xcompiler=-fPIC,-ffp-contract=off"]
-    source = str(ROOT / "tests" / "block_norms_host.cu")
-    done = subprocess.run([nvcc, *flags, f"-I{ROOT / 'src' / 'cuda'}", source, "-o", str(out)],
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(out))
+    return compiled(tmp_path_factory, "block_norms_host")
 
 
 class Blocks:

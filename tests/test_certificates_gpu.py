@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import pytest
+from test_certificates_device import frozen, run
 from unet_cases import FP4, Case
 
 import fp4bf16 as fb
@@ -50,19 +51,6 @@ class Distances(watch.RunWatcher):
         for name, _, _ in layer.members:
             self.found[name] = math.sqrt(float(((y["fp4"] - y["bf16"]) ** 2).sum()))
             self.sizes[name] = math.sqrt(float(((y["fp4"] - bias) ** 2).sum()))
-
-
-def run(case, certificates, *watchers):
-    certificates.begin()
-    with watch.watching(certificates, *watchers):
-        y = case.fetch(case.forward().data)
-    certificates.end(case.device.flat)
-    return y
-
-
-def frozen(case, *watchers):
-    with watch.watching(*watchers), no_grad():
-        return case.fetch(case.forward().data)
 
 
 @pytest.mark.parametrize("accumulate", ["promoted", "fast"])

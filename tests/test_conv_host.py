@@ -4,34 +4,21 @@ by the library's own code on the host, with plain loops in place of the kernel: 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conv_kernels import Geometry, conv64, conv_args, dgrad64
+from host_code import HOPPER, compiled
 from host_cuda import host_cuda  # noqa: F401  (a fixture)
 from test_cuda_conv_phases import phases64, placed, small
 
 from fp4bf16.interop import BFLOAT16
 from fp4bf16.python_ref.formats import E4M3
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).is_file():
-        pytest.skip("no nvcc")
-    out = tmp_path_factory.mktemp("host") / "conv_host.so"
-    flags = ["-std=c++17", "-O2", "-gencode", "arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler=-fPIC"]
-    source = str(ROOT / "tests" / "conv_host.cu")
-    done = subprocess.run([nvcc, *flags, f"-I{ROOT / 'src' / 'cuda'}", source, "-o", str(out)],
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(out))
+    library = compiled(tmp_path_factory, "conv_host", HOPPER)
     library.host_sum_parts.restype = ctypes.c_int64
     values = np.nan_to_num(E4M3.astype(np.float64))
     library.host_set_values(ctypes.c_void_p(values.ctypes.data))

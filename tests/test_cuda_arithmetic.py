@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from host_code import compiled
 from test_cuda_quantize import CASES, FORMATS, RULES, data, spoil
 
 from fp4bf16.backends import cpu_quantize
 from fp4bf16.python_ref.quantize import expand, quantize
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).is_file():
-        pytest.skip("no nvcc")
-    out = tmp_path_factory.mktemp("host") / "quantize_host.so"
-    flags = ["-std=c++17", "-O2", "-arch=sm_90", "--fmad=false", "-shared"]
-    flags += ["-Xcompiler=-fPIC,-ffp-contract=off"]
-    source = str(ROOT / "tests" / "quantize_host.cu")
-    done = subprocess.run([nvcc, *flags, f"-I{ROOT / 'src' / 'cuda'}", source, "-o", str(out)],
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(out))
+    return compiled(tmp_path_factory, "quantize_host")
 
 
 def _address(array):

@@ -8,7 +8,7 @@ import pytest
 from conv_kernels import Geometry, close, conv64, conv_args, dgrad64, poisoned, rows
 from test_cuda_conv import Forward, Gradient, _free, backward, forward  # noqa: F401
 from test_cuda_conv_arguments import FORWARD
-from test_cuda_conv_sums import Results, results
+from test_cuda_conv_sums import Results, of_integers, results
 from test_cuda_gemm import BF16, ROUNDING, bf16, e4m3_bytes
 
 from fp4bf16.python_ref.conv import phase_weights
@@ -199,12 +199,7 @@ def test_sums(library, gpu, rng, function, track, side):
     geo = small(7, side, side, 16, 136)
     p = PhasedForward(library, gpu, rng, geo, *((0, 16) if track == "bf16" else (16, 0)),
                       accumulate=int(track == "fast"))  # fmt: skip
-    for name in ("x8", "w8", "x16", "w16"):
-        at = getattr(p, name)
-        few = rng.integers(-1, 2, at.shape) * (rng.random(at.shape) < (0.1 if "w" in name else 1))
-        ones = np.array([0xB8, 0, 0x38], np.uint8)[few + 1] if at.dtype == np.uint8 else few.astype(BF16)
-        setattr(p, name, ones)
-    p.upload()
+    of_integers(p, rng)
     taken = 0
     for name, found in results(p, function):
         if not found.parts:
@@ -318,6 +313,7 @@ def test_a_weight_of_one_phase_is_too_short(library):
 
 def test_parts_by_shape(library):
     """Four times those of a phase, where it has any."""
+
     def parts(side, **fields):
         own = SMALL | dict(n=64, h=side, w=side, oh=2 * side, ow=2 * side, o=256, d_dtype=1, accumulate=1,
                            d_strides=[4 * side * side * 256, 512 * side, 256])  # fmt: skip

@@ -97,6 +97,16 @@ def results(p: Forward, function: str, **options):
 
 
 # ---- sums
+def of_integers(p, rng) -> None:
+    """Operands of -1, 0 and 1, few of the weights other than 0."""
+    for name in ("x8", "w8", "x16", "w16"):
+        at = getattr(p, name)
+        few = rng.integers(-1, 2, at.shape) * (rng.random(at.shape) < (0.1 if "w" in name else 1))
+        ones = np.array([0xB8, 0, 0x38], np.uint8)[few + 1] if at.dtype == np.uint8 else few.astype(BF16)
+        setattr(p, name, ones)
+    p.upload()
+
+
 @pytest.mark.gpu
 @both
 @whole
@@ -105,12 +115,7 @@ def test_sums_of_integers_are_exact(library, gpu, rng, function, geo, track):
     """Small integers, whose sums FP32 holds whatever the order: one pixel in a wrong place shows."""
     c8, c16 = {"bf16": (0, 16), "branch": (16, 8)}.get(track, (16, 0))
     p = Forward(library, gpu, rng, geo, c8, c16, branch=track == "branch", accumulate=int(track == "fast"))
-    for name in ("x8", "w8", "x16", "w16"):
-        at = getattr(p, name)
-        few = rng.integers(-1, 2, at.shape) * (rng.random(at.shape) < (0.1 if "w" in name else 1))
-        ones = np.array([0xB8, 0, 0x38], np.uint8)[few + 1] if at.dtype == np.uint8 else few.astype(BF16)
-        setattr(p, name, ones)
-    p.upload()
+    of_integers(p, rng)
     taken = 0
     for name, found in results(p, function):
         assert abs(found.d.astype(np.float32)).max() <= 256, "integers that BF16 has"

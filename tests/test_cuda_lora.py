@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from host_code import compiled
 
 from fp4bf16.backends.cuda_lora import Entry
 
-ROOT = Path(__file__).resolve().parents[1]
 #: (rows, columns, transposed): tiles that are full, ragged, and of a single element; columns beyond a tile,
 #: fewer than the lanes; layers of ddpm-cifar10-32; no rows.
 SHAPES = [
@@ -110,17 +107,7 @@ class Arguments(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).is_file():
-        pytest.skip("no nvcc")
-    out = tmp_path_factory.mktemp("host") / "lora_host.so"
-    flags = ["-std=c++17", "-O1", "-arch=sm_90", "--fmad=false", "-shared"]
-    flags += ["-Xcompiler=-fPIC,-ffp-contract=off"]
-    source = str(ROOT / "tests" / "lora_host.cu")
-    done = subprocess.run([nvcc, *flags, f"-I{ROOT / 'src' / 'cuda'}", source, "-o", str(out)],
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(out))
+    library = compiled(tmp_path_factory, "lora_host", optimise="-O1")
     library.host_units.restype = ctypes.c_int64
     library.host_units.argtypes = ctypes.c_int64, ctypes.c_int64, ctypes.c_int32
     return library

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from host_code import compiled
 from host_cuda import host_cuda  # noqa: F401  (a fixture)
 
 from fp4bf16 import device
@@ -23,7 +21,6 @@ from fp4bf16.nn.optim import AdamW, clip_norm
 from fp4bf16.python_ref.quantize import expand, quantize
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-ROOT = Path(__file__).resolve().parents[1]
 #: (rows, columns, twin): rows for a warp and for a thread block, in its memory and beyond; ragged, single,
 #: empty, spans of one unit and of several, a bias, and kernels of ddpm-cifar10-32.
 SHAPES = [
@@ -325,17 +322,7 @@ CLIPS = [
 # ---- the arithmetic, compiled for the host
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).is_file():
-        pytest.skip("no nvcc")
-    out = tmp_path_factory.mktemp("host") / "optimizer_host.so"
-    flags = ["-std=c++17", "-O2", "-arch=sm_90", "--fmad=false", "-shared"]
-    flags += ["-Xcompiler=-fPIC,-ffp-contract=off"]
-    source = str(ROOT / "tests" / "optimizer_host.cu")
-    done = subprocess.run([nvcc, *flags, f"-I{ROOT / 'src' / 'cuda'}", source, "-o", str(out)],
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(out))
+    return compiled(tmp_path_factory, "optimizer_host")
 
 
 def _address(array):

@@ -12,13 +12,13 @@ pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 
 from host_cuda import host_cuda  # noqa: E402, F401  (a fixture)
+from parting import same_bytes_when_parted  # noqa: E402
 from test_loop_device import FP4, LAYER, ROUTER, engine_of, same, steps  # noqa: E402
 from test_train_device import gpu, said, tiny  # noqa: E402, F401  (a fixture)
 from test_train_device_policy import rollout_of, taught  # noqa: E402
 
 from fp4bf16.train.policy import make_data  # noqa: E402
 from fp4bf16.train.run import train  # noqa: E402
-from fp4bf16.train.state import Run, Stopped  # noqa: E402
 
 
 # ---- objectives ---------------------------------------------------------------------------------------
@@ -85,17 +85,4 @@ def test_stopped_and_gone_on_with_gives_the_same_bytes(gpu, tmp_path, monkeypatc
     assert len(steps) == config.base.steps and steps[-1]["fp4_share"] > 0.3
     assert [line["first_loss"] for line in lines if line["stage"] == "align"][0] == math.log(2)
     assert any(line.get("event") == "decision" for line in lines if line["stage"] == "router")
-    real = Run.done
-
-    def done(self, at, save=False):
-        if (self.stage, at) == ("base", 5):
-            self.stop.asked = 2
-        real(self, at, save)
-
-    monkeypatch.setattr(Run, "done", done)
-    with pytest.raises(Stopped):
-        train(config, tmp_path / "parted", said(), "cuda")
-    monkeypatch.setattr(Run, "done", real)
-    train(config, tmp_path / "parted", said(), "cuda")
-    whole, parted = ((tmp_path / n / "checkpoint.safetensors").read_bytes() for n in ("whole", "parted"))
-    assert whole == parted
+    same_bytes_when_parted(config, tmp_path, ("base", 5), monkeypatch, said)

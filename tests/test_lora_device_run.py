@@ -13,6 +13,7 @@ pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 
 from host_cuda import host_cuda  # noqa: E402, F401  (a fixture)
+from parting import same_bytes_when_parted  # noqa: E402
 from test_loop_device import ROUTER, engine_of, same, steps  # noqa: E402
 from test_lora_device import ALL, FLOAT32, aligning, kind, settings  # noqa: E402
 from test_train_device import gpu, pair_of_engines, said, tiny  # noqa: E402, F401  (a fixture)
@@ -23,7 +24,6 @@ from fp4bf16.train.denoiser import Denoiser  # noqa: E402
 from fp4bf16.train.device import CudaEngine  # noqa: E402
 from fp4bf16.train.policy import make_data  # noqa: E402
 from fp4bf16.train.run import train  # noqa: E402
-from fp4bf16.train.state import Run, Stopped  # noqa: E402
 
 SOME = pytest.mark.parametrize("objective", ["dpo", "nft"])  # without an old policy, and with one
 
@@ -107,21 +107,9 @@ def test_base_training_is_as_without_adapters(gpu):  # noqa: F811
 
 def test_run_stops_and_goes_on_to_the_same_bytes(gpu, tmp_path, monkeypatch):  # noqa: F811
     more = "align.parameters=lora", "lora.rank=2", "base.steps=2", "align.iterations=2"
-    config, real = tiny(*more), Run.done
+    config = tiny(*more)
     train(config, tmp_path / "whole", said(), "cuda")
-
-    def done(self, at, save=False):
-        if (self.stage, at) == ("align", 1):
-            self.stop.asked = 2
-        real(self, at, save)
-
-    monkeypatch.setattr(Run, "done", done)
-    with pytest.raises(Stopped):
-        train(config, tmp_path / "parted", said(), "cuda")
-    monkeypatch.setattr(Run, "done", real)
-    train(config, tmp_path / "parted", said(), "cuda")
-    whole, parted = ((tmp_path / n / "checkpoint.safetensors").read_bytes() for n in ("whole", "parted"))
-    assert whole == parted
+    same_bytes_when_parted(config, tmp_path, ("align", 1), monkeypatch, said)
     arrays, _ = checkpoint.load(tmp_path / "whole" / "checkpoint.safetensors")
     adapters = kind(arrays, "lora")
     assert np.isfinite(adapters).all() and 0 < adapters.size < kind(arrays, "ema").size / 4

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from host_code import HOPPER, compiled
 
-ROOT = Path(__file__).resolve().parents[1]
 MOST = 64  # passes of a segment: bits of a thread's special blocks
 START = 2  # passes that an image's statistics cost
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).is_file():
-        pytest.skip("no nvcc")
-    out = tmp_path_factory.mktemp("host") / "norm_host.so"
-    flags = ["-std=c++17", "-O2", "-gencode", "arch=compute_90a,code=sm_90a", "-shared", "-Xcompiler=-fPIC"]
-    source = str(ROOT / "tests" / "norm_host.cu")
-    done = subprocess.run([nvcc, *flags, f"-I{ROOT / 'src' / 'cuda'}", source, "-o", str(out)],
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(out))
+    library = compiled(tmp_path_factory, "norm_host", HOPPER)
     for name in ("host_segments", "host_take"):
         getattr(library, name).restype = ctypes.c_int64
     return Host(library)
@@ -34,28 +22,28 @@ def host(tmp_path_factory):
 
 class Host:
     def __init__(self, library):
-        self.library = library
+        self.host = library
 
     def plan(self, *shape):
         out = np.zeros(4, np.int64)
-        self.library.host_plan(*map(ctypes.c_int64, shape), ctypes.c_void_p(out.ctypes.data))
+        self.host.host_plan(*map(ctypes.c_int64, shape), ctypes.c_void_p(out.ctypes.data))
         return out.tolist()
 
     def starts(self, *shape):
         out = np.full(self.plan(*shape)[1] + 1, -1, np.int64)
-        self.library.host_starts(*map(ctypes.c_int64, shape), ctypes.c_void_p(out.ctypes.data))
+        self.host.host_starts(*map(ctypes.c_int64, shape), ctypes.c_void_p(out.ctypes.data))
         return out
 
     def segments(self, shape, block, most):
         out = np.full((most, 3), -1, np.int64)
         more = ctypes.c_uint32(block), ctypes.c_int64(most), ctypes.c_void_p(out.ctypes.data)
-        found = self.library.host_segments(*map(ctypes.c_int64, shape), *more)
+        found = self.host.host_segments(*map(ctypes.c_int64, shape), *more)
         return out[:found]
 
     def take(self, n, pixels, vectors, slots):
         taken, written = np.zeros((n, pixels, vectors), np.int32), np.zeros(n, np.int32)
         more = [ctypes.c_void_p(a.ctypes.data) for a in (taken, written)]
-        without = self.library.host_take(*map(ctypes.c_int64, (n, pixels, vectors, slots)), *more)
+        without = self.host.host_take(*map(ctypes.c_int64, (n, pixels, vectors, slots)), *more)
         return taken, written, without
 
 

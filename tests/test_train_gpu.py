@@ -14,6 +14,7 @@ pytest.importorskip("safetensors", reason="the extra 'train' is not installed")
 pytest.importorskip("PIL.Image", reason="the extra 'train' is not installed")
 
 from bases import base_data  # noqa: E402
+from parting import same_bytes_when_parted  # noqa: E402
 
 from fp4bf16.align.rollout import Rollout  # noqa: E402
 from fp4bf16.backends import cuda  # noqa: E402
@@ -420,19 +421,7 @@ def test_measured_latencies(tmp_path, monkeypatch):
 
 
 def test_run_with_the_loop_resumes_to_the_same_bytes(tmp_path, monkeypatch):
-    config, real = override(get_preset("ci"), LOOP), Run.done
+    config = override(get_preset("ci"), LOOP)
     train(config, tmp_path / "whole", said(), "cuda")
     assert lines(tmp_path / "whole")[0]["loop"]["fp4_share"] is not None
-
-    def done(self, at, save=False):
-        if (self.stage, at) == ("base", 17):
-            self.stop.asked = 2
-        real(self, at, save)
-
-    monkeypatch.setattr(Run, "done", done)
-    with pytest.raises(Stopped):
-        train(config, tmp_path / "parted", said(), "cuda")
-    monkeypatch.setattr(Run, "done", real)
-    train(config, tmp_path / "parted", said(), "cuda")
-    whole, parted = ((tmp_path / n / "checkpoint.safetensors").read_bytes() for n in ("whole", "parted"))
-    assert whole == parted
+    same_bytes_when_parted(config, tmp_path, ("base", 17), monkeypatch, said)
