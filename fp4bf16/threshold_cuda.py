@@ -32,7 +32,7 @@ from .operands import Arg, as_arg
 from .python_ref import certify as formulas
 from .quantize import quantize
 
-_ROOM = 1 + 2.0**-20  # over what float32 arguments of the kernel lose
+_ROOM = 1 + 2.0**-20  # over what sums lose that the framework makes in float64
 _FIELDS = frozenset(f.name for f in fields(Certificate))
 
 
@@ -216,7 +216,7 @@ def _finished(call: Call, p: _Product, again: Callable[[DeviceArray], None], str
     raw = cuda_math.of(p.y).raw(p.y)
     squares = cuda_math.wrapped((raw * raw).reshape(-1, p.columns).sum(1), p.y)
     out, flag = device.full((4,), 0, "float32", p.y), device.full((1,), 0, "int32", p.y)
-    gain = formulas.ACCUMULATE[p.used](p.k, subnormal=0) * _ROOM
+    gain = formulas.ACCUMULATE[p.used](p.k, subnormal=0)
     dtype = "float32" if call.d.dtype == "float64" else call.d.dtype
     cuda_certificate.certificate(
         p.weight, out, stream, k=p.k, columns=p.columns, elements=p.y.size, output=dtype, sums=p.sums,

@@ -5,35 +5,23 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from host_code import compiled
 from host_cuda import host_cuda  # noqa: F401 (a fixture)
 
 from fp4bf16 import certify
+from fp4bf16.backends.cuda_certificate import upper
 from fp4bf16.python_ref import certify as formulas
 
-ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("float32", "bfloat16", "float16")
 OVER = 1e-3  # of what is returned, at most
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).is_file():
-        pytest.skip("no nvcc")
-    out = tmp_path_factory.mktemp("host") / "certificate_host.so"
-    flags = ["-std=c++17", "-O2", "-arch=sm_90", "--fmad=false", "-shared"]
-    flags += ["-Xcompiler=-fPIC,-ffp-contract=off"]
-    source = str(ROOT / "tests" / "certificate_host.cu")
-    done = subprocess.run([nvcc, *flags, f"-I{ROOT / 'src' / 'cuda'}", source, "-o", str(out)],
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(out))
+    return compiled(tmp_path_factory, "certificate_host")
 
 
 # ---- one certificate
@@ -51,7 +39,7 @@ class Case:
         self.elements = self.rows * self.columns
         self.kind, self.activation = accumulate, activation
         self.factor = float(np.float32(formulas.conv_factor((3, 3)) if rng.integers(2) else 1.0))
-        self.slope = float(np.float32(formulas.LIPSCHITZ[activation]))
+        self.slope = upper(formulas.LIPSCHITZ[activation])
         error, used = magnitude(-8, 6), magnitude(-4, 12)
         self.sums = [0.0 if by_norms else (used * 1.01 + error) ** 2, used**2, error**2,
                      magnitude(-4, 12) ** 2]  # fmt: skip
@@ -62,7 +50,7 @@ class Case:
         self.weight = np.array([*w, 0, 0], np.float32)
         self.outer = magnitude(-8, 2) if outer else None
         more = {"subnormal": 0} if outer else {}
-        self.gain = float(np.float32(formulas.ACCUMULATE[accumulate](self.k, **more)))
+        self.gain = upper(formulas.ACCUMULATE[accumulate](self.k, **more))
 
     def expected(self):
         """(bound, accumulation) of `certify.certificate`, for one row of all."""

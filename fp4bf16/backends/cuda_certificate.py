@@ -5,9 +5,22 @@ Nothing is checked here that the library checks, and nothing is read back.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..device import DeviceArray
 from .cuda_gemm import DTYPES, filled
 from .cuda_tape import call
+
+
+def upper(value: float) -> float:
+    """The least float32 that is at least `value`: the kernel takes single precision, and what is rounded down
+    would prove nothing.
+
+    >>> upper(0.3) > 0.3, upper(0.25)
+    (True, 0.25)
+    """
+    near = np.float32(value)
+    return float(near if float(near) >= value else np.nextafter(near, np.float32(np.inf)))
 
 
 def certificate(
@@ -33,9 +46,10 @@ def certificate(
         counts: (2,) int32, added to: 1, and the flag.
     """
     fields = {
-        "weight": weight.address, "k": k, "columns": columns, "elements": elements, "factor": factor,
-        "gain": gain, "output": DTYPES[output], "slope": slope, "out": out.address,
-        "threshold": -1.0 if threshold is None else threshold, "square_stride": square_stride,
+        "weight": weight.address, "k": k, "columns": columns, "elements": elements,
+        "factor": upper(factor), "gain": upper(gain), "output": DTYPES[output], "slope": upper(slope),
+        "out": out.address, "threshold": -1.0 if threshold is None else -upper(-threshold),
+        "square_stride": square_stride,
     }  # fmt: skip
     if norms is not None:
         fields |= {"norms": norms.address, "norm_parts": norms.size // 2}

@@ -33,7 +33,7 @@ from .norms import shaped_row
 from .watch import RunWatcher
 from .workspace import Run, converted, seen
 
-#: Over what arguments lose in float32, and sums that the framework makes in float64.
+#: Over what sums lose that the framework makes in float64.
 _ROOM = 1 + 2.0**-20
 #: A bound under which a product of zeros alone has the ratio 0, as of `consistency.certified_ratio`.
 _NOTHING = 2.0**-100
@@ -145,7 +145,7 @@ class Certificates(RunWatcher):
         cuda_certificate.certificate(
             run.weights.norms.row(run, layer), _first(self.found, row), run.stream, k=k, columns=layer.o,
             elements=d.size, output=d.dtype, norms=sizes.norms, sums=sizes.sums, outer_scale=sizes.outer,
-            factor=factor * sizes.times * _ROOM, gain=_gain(run.accumulate, k, sizes) * _ROOM,
+            factor=factor * sizes.times * _ROOM, gain=_gain(run.accumulate, k, sizes),
             squares=squares, square_stride=step, threshold=self.threshold, flag=flag if redo else None,
             counts=shaped_row(self._counts, row),
         )  # fmt: skip
